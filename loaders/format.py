@@ -58,7 +58,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 MANIFEST_NAME = "manifest.json"
 FINDINGS_NAME = "findings.jsonl"
 README_NAME = "README.md"

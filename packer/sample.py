@@ -1,6 +1,6 @@
 """The types that cross the stages of packing. They carry data and no verbs; every stage imports this module, it imports none of them.
 
-    source -> Item (listing) -> Annotation (what the source says) -> Sample (what is stored) -> writer
+source -> Item (listing) -> Annotation (what the source says) -> Sample (what is stored) -> writer
 """
 
 from __future__ import annotations
@@ -161,6 +161,10 @@ class Source(Protocol):
 
 class Transform(Protocol):
     """A deterministic change of picture and boxes. Attach a new one in ``packer/transforms.py``."""
+
+    def describe(self) -> dict[str, Any]:
+        """JSON values that say what it does, for the manifest and the key of a job."""
+        ...
 
     def output_size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that a picture of this size will have."""

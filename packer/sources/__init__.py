@@ -1,0 +1,122 @@
+"""The kinds of raw data set that can be read. A new one is one module with a class and one line in `KINDS`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from packer.sample import PackError, Source
+from packer.sources.tree import PICTURE_SUFFIXES, check_root, is_ignored, is_picture, printable, suffix_of
+from packer.sources.voc_xml import root_element
+
+KINDS = {
+    "folder": ("packer.sources.folder", "FolderSource"),
+    "voc": ("packer.sources.voc", "VocSource"),
+    "csv": ("packer.sources.csv", "CsvSource"),
+}
+
+_LOOK_ENTRIES = 20_000
+_LOOK_DEPTH = 4
+_LOOK_BYTES = 1 << 13
+_XML_PER_FOLDER = 3
+_XML_IN_ALL = 60
+
+
+def open_source(kind: str, root: Path, options: Mapping[str, Any], classes: list[str] | None) -> Source:
+    """A source of a kind, with `options` being the keys of ``[source]`` that belong to it; `classes` fixes the ids' order.
+
+    Raises:
+        PackError: unknown kind; wrong options, all of them named; `root` is missing or no folder.
+    """
+    if kind not in KINDS:
+        raise PackError(f"[source] kind = {kind!r} is not known, expected one of {', '.join(KINDS)}")
+    check_root(root)
+    module, name = KINDS[kind]
+    source_class = getattr(importlib.import_module(module), name)
+    try:
+        checked = source_class.Options.model_validate(dict(options))
+    except ValidationError as e:
+        known = ", ".join(source_class.Options.model_fields) or "no keys of its own"
+        problems = "".join(f"\n  {_problem(p, kind, known)}" for p in e.errors())
+        raise PackError(f"{len(e.errors())} wrong value(s):{problems}") from None
+    source: Source = source_class(root, checked, classes)
+    return source
+
+
+def _problem(problem: Any, kind: str, known: str) -> str:
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"[source] {key}: unknown key; kind {kind!r} has: {known}"
+    return f"[source] {key}: {str(problem['msg']).removeprefix('Value error, ')}"
+
+
+class _Look(NamedTuple):
+    """What a short look saw: a VOC file, a picture (paths below the root), and whether all was seen."""
+
+    voc: str | None
+    picture: str | None
+    complete: bool
+
+
+def detect(root: Path) -> tuple[str, str]:
+    """The kind of data set below `root`, from a short look at it, and a sentence that says why.
+
+    Raises:
+        PackError: `root` is missing or no folder, or holds no picture and no table.
+    """
+    check_root(root)
+    look = _look(root)
+    if look.voc is not None:
+        return "voc", f"{look.voc} has the root element <annotation> of Pascal VOC"
+    table: str | None = importlib.import_module(KINDS["csv"][0]).sniff(root)
+    if table is not None:
+        return "csv", table
+    if look.picture is None and look.complete:
+        suffixes = " ".join(sorted(PICTURE_SUFFIXES))
+        raise PackError(f"{root}: holds no picture, no VOC XML and no CSV table; pictures are known by their suffix: {suffixes}")
+    return "folder", "there is neither an XML file of Pascal VOC nor a CSV table with columns that are known"
+
+
+def _look(root: Path) -> _Look:
+    """Breadth first, in order of names, until a VOC file is seen or the bounds are reached (they also end loops of links)."""
+    folders, seen, opened = [""], 0, 0
+    picture: str | None = None
+    for folder in folders:
+        if seen > _LOOK_ENTRIES:
+            return _Look(None, picture, complete=False)
+        entries = _entries(root / folder)
+        seen += len(entries)
+        xml = 0
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir():
+                if path.count("/") < _LOOK_DEPTH:
+                    folders.append(path)
+            elif suffix_of(path) == ".xml" and xml < _XML_PER_FOLDER and opened < _XML_IN_ALL and entry.is_file():
+                xml, opened = xml + 1, opened + 1
+                if _root_element(entry.path) == "annotation":
+                    return _Look(printable(path), picture, complete=False)
+            elif picture is None and is_picture(path):
+                picture = path
+    return _Look(None, picture, complete=True)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if not is_ignored(e.name)), key=lambda e: e.name)
+    except OSError:
+        return []
+
+
+def _root_element(path: str) -> str | None:
+    try:
+        with open(path, "rb") as f:
+            return root_element(f.read(_LOOK_BYTES))
+    except OSError:
+        return None

@@ -1,0 +1,42 @@
+# Everything installs into .venv, with the versions of constraints.txt. `make PYTHON=python3.12 test` takes another interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+CODE := packer loaders recipes tests
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(INSTALLED)  ## make a small weld set, pack it to tar and memmap, verify, load batches, train a little
+	$(BIN)/python recipes/make_welding_v2.py demo-data/raw --num 48
+	$(BIN)/pack build --overwrite --recipe recipes/welding_v2.toml --resize 640 --mode letterbox demo-data/raw demo-data/tar
+	$(BIN)/pack build --overwrite --recipe recipes/welding_v2.toml --format memmap --resize 640 --mode letterbox demo-data/raw demo-data/memmap
+	$(BIN)/pack verify demo-data/tar
+	$(BIN)/pack verify demo-data/memmap
+	$(BIN)/python recipes/demo.py demo-data/tar demo-data/memmap
+	$(BIN)/python recipes/train_detection.py --data demo-data/memmap --epochs 3
+
+test: lint types $(INSTALLED)  ## lint, types and all tests: what CI runs
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## ruff: rules and format
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: $(INSTALLED)  ## mypy, strict
+	$(BIN)/mypy $(CODE)
+
+bench: $(INSTALLED)  ## packing rate against bare loops of the same calls
+	$(BIN)/python recipes/pack_rate.py
+
+clean:  ## remove everything that make made, .venv too
+	rm -rf .venv demo-data build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+.PHONY: help demo test lint types bench clean

@@ -1,0 +1,149 @@
+"""Makes one batch: which samples, read into a slot, collated. Runs in several producer threads at a time; holds no state that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loaders.collate import Collate
+from loaders.dataset import to_tensors
+from loaders.format import Task
+from loaders.sampling import Order, Remainder, batch_indices
+from loaders.slots import Slot, Slots
+
+Batch = dict[str, Any]
+
+
+class BatchSource(Protocol):
+    """A data set as `BatchLoader` sees it: `ShardDataset`, `MemmapDataset`, or your own.
+
+    `load`, `gather` and `gather_ragged` are called by several threads at a time. They raise `loaders.dataset.SampleError` for a sample
+    that cannot be read; whatever they raise reaches the consumer at that batch.
+    """
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def transform(self) -> Callable[..., Any] | None:
+        """With a transform each sample is loaded by `load`; without one whole batches by `gather`."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal strings mean the same samples in the same order; resuming relies on it."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def load(self, i: int, epoch: int | None = None) -> dict[str, Any]:
+        """One transformed sample: numpy `image` [H, W, C]; `boxes`, `labels`, `difficult` for detection; ints; anything else."""
+        ...
+
+    def batch_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Per-sample shape and dtype of what `gather` fills; without `image` where images differ in size."""
+        ...
+
+    def gather(self, indices: NDArray[np.int64], out: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
+        """Fill ``out[name][:B]`` in place, long work without the GIL; the indices that are really there, int64 [B]."""
+        ...
+
+    def gather_ragged(
+        self, indices: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+        """`boxes` [T, 4], `labels` [T], `difficult` [T], `offsets` [B+1]: sample j has rows ``offsets[j]:offsets[j+1]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMaker:
+    """``maker(number)`` makes one rank's batch of an epoch, from `order` alone: any thread, any time, the same batch.
+
+    `collate` is one of `loaders.collate`: it never sees the images, which are read into their slot. Any other callable gets a list of whole
+    samples, as ``ds[i]`` gives them, and there is no slot.
+    """
+
+    ds: BatchSource
+    slots: Slots
+    order: Order
+    batch_size: int
+    rank: int
+    world_size: int
+    remainder: Remainder
+    samples_seen: int
+    collate: Collate | Callable[[list[Batch]], Batch]
+    batch_transform: Callable[[Batch], Batch] | None
+
+    def __call__(self, number: int) -> Batch:
+        indices, valid = batch_indices(self.order, number, self.batch_size, self.rank, self.world_size, self.remainder, self.samples_seen)
+        if not isinstance(self.collate, Collate):
+            batch = self.collate([to_tensors(self.ds.load(i, self.order.epoch)) for i in indices.tolist()])
+        elif self.ds.transform is None:
+            batch = self._gathered(indices, self.collate)
+        else:
+            batch = self._transformed(indices, self.collate)
+        if self.remainder == "pad":
+            batch["valid"] = torch.from_numpy(valid)
+        if self.batch_transform is not None:
+            batch = self.batch_transform(batch)
+            if batch is None:
+                raise TypeError("batch_transform returned None, expected the batch")
+        return {name: _pinned(value) for name, value in batch.items()} if self.slots.pinned else batch
+
+    def _gathered(self, indices: NDArray[np.int64], collate: Collate) -> Batch:
+        slot = self.slots.take(self.ds.batch_fields(), len(indices))
+        used = self.ds.gather(indices, slot.arrays)
+        batch = self._lent(slot)
+        if self.ds.task == "detection":
+            batch.update(collate.ragged(*self.ds.gather_ragged(used)))
+        return batch
+
+    def _transformed(self, indices: NDArray[np.int64], collate: Collate) -> Batch:
+        slot: Slot | None = None
+        others: list[dict[str, Any]] = []
+        for row, index in enumerate(indices.tolist()):
+            if slot is not None and index == indices[row - 1]:  # padding repeats a sample
+                slot.arrays["image"][row] = slot.arrays["image"][row - 1]
+                others.append(others[-1])
+                continue
+            sample = self.ds.load(index, self.order.epoch)
+            image = _image(sample)
+            slot = slot or self.slots.take({"image": (image.shape, image.dtype)}, len(indices))
+            if (image.shape, image.dtype) != slot.fields["image"]:
+                shape, dtype = slot.fields["image"]
+                raise ValueError(
+                    f"{_name(sample)}: image has shape {image.shape} and dtype {image.dtype} after the transform, the first of its batch "
+                    f"{shape} and {dtype}: let the transform give one size, or pass a collate(samples) of your own"
+                )
+            slot.arrays["image"][row] = image
+            others.append(to_tensors({name: value for name, value in sample.items() if name != "image"}))
+        assert slot is not None  # a batch has at least one sample
+        return {**self._lent(slot), **collate(others)}
+
+    def _lent(self, slot: Slot) -> Batch:
+        batch: Batch = dict(self.slots.lend(slot))
+        batch["image"] = batch["image"].permute(0, 3, 1, 2)
+        return batch
+
+
+def _image(sample: dict[str, Any]) -> NDArray[Any]:
+    image = sample.get("image")
+    if not isinstance(image, np.ndarray) or image.ndim != 3:
+        found = f"an array of shape {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise ValueError(f"{_name(sample)}: image is {found} after the transform, expected a numpy array [H, W, C]")
+    return image
+
+
+def _name(sample: dict[str, Any]) -> str:
+    return f"sample {sample.get('index')} (key {sample.get('key')})"
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value.is_pinned() or value.device.type != "cpu" else value.pin_memory()
+    return [_pinned(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,272 @@
+"""Threads that make numbered items ahead of their consumer, handed over in order. Knows nothing of data sets or batches.
+
+    with Ordered(make, total, workers, ahead) as items:
+        for item in items: ...
+
+The threads share an inner object with the work and the queue, never the `Ordered` itself. So an `Ordered` that nobody holds any more is
+finalised while they run, and that stops them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, NoReturn, TypeVar
+
+import cv2
+import torch
+
+T = TypeVar("T")
+
+WATCH_S = 1.0
+"""A waiting consumer looks this often whether the thread that it waits for still lives."""
+JOIN_S = 5.0
+"""Longest wait for the threads to end their current items when an `Ordered` is closed; after it they end by themselves."""
+
+
+class _Failure:
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _Shared(Generic[T]):
+    """What producers and consumer share. Every attribute is changed under `lock` only."""
+
+    def __init__(self, make: Callable[[int], T], total: int, ahead: int) -> None:
+        self.make, self.total, self.ahead = make, total, ahead
+        # Reentrant: the garbage collector may finalise an `Ordered` inside any of our own critical sections.
+        self.lock = threading.RLock()
+        self.ready = threading.Condition(self.lock)  # the item that the consumer waits for is there
+        self.space = threading.Condition(self.lock)  # an item may be begun
+        self.made: dict[int, T | _Failure] = {}
+        self.threads: list[_Producer[T]] = []
+        self.makers: dict[int, threading.Thread] = {}  # who makes which item
+        self.next = 0
+        self.consumed = 0
+        self.stopped = False
+
+    def claim(self) -> int | None:
+        """The next item to make, once it may be begun; None when there is no more to do."""
+        with self.lock:
+            while not self.stopped and self.next < self.total and self.next >= self.consumed + self.ahead:
+                self.space.wait()  # ends by `consume` or `stop`; the finaliser of an abandoned consumer calls `stop`
+            if self.stopped or self.next >= self.total:
+                return None
+            self.next += 1
+            self.makers[self.next - 1] = threading.current_thread()
+            return self.next - 1
+
+    def put(self, number: int, item: T | _Failure) -> None:
+        with self.lock:
+            self.makers.pop(number, None)
+            if not self.stopped:
+                self.made[number] = item
+                if number == self.consumed:
+                    self.ready.notify()
+
+    def consume(self) -> T | _Failure:
+        with self.lock:
+            number = self.consumed
+            while number not in self.made:
+                if self.stopped:
+                    raise RuntimeError("closed while an item was waited for")
+                if not self.ready.wait(WATCH_S) and number not in self.made:
+                    self._watch(number)
+            item = self.made.pop(number)
+            self.consumed += 1
+            if self.next < self.total and self.next < self.consumed + self.ahead:
+                self.space.notify()
+            return item
+
+    def _watch(self, number: int) -> None:
+        maker = self.makers.get(number)
+        if maker is not None and not maker.is_alive():
+            raise RuntimeError(f"the thread {maker.name} died while it made item {number}")
+        if not any(thread.is_alive() for thread in self.threads):
+            raise RuntimeError(f"no producer thread is alive to make item {number}")
+
+    def stop(self) -> None:
+        with self.lock:
+            self.stopped = True
+            self.made.clear()
+            self.makers.clear()
+            self.threads = []  # breaks the cycle with the threads: the data set is freed without waiting for the garbage collector
+            self.space.notify_all()
+            self.ready.notify_all()
+
+
+class _Producer(threading.Thread, Generic[T]):
+    def __init__(self, shared: _Shared[T], number: int) -> None:
+        # Daemon: an `Ordered` still referenced at exit must not keep the process; its finaliser runs before the interpreter ends.
+        super().__init__(name=f"loaders-producer-{number}", daemon=True)
+        self.shared = shared
+        self.prepared = threading.Event()
+        self.default_threads = 0
+
+    def run(self) -> None:
+        shared = self.shared
+        self.default_threads = torch.get_num_threads()  # makes this thread take the default now, not later and undo the next line
+        torch.set_num_threads(1)
+        self.prepared.set()
+        while (number := shared.claim()) is not None:
+            shared.put(number, _attempt(shared.make, number))
+
+
+def _attempt(make: Callable[[int], T], number: int) -> T | _Failure:
+    try:
+        return make(number)
+    except BaseException as e:  # whatever it is, it belongs to the consumer
+        return _Failure(e)
+
+
+class Ordered(Generic[T]):
+    """Iterator over ``make(0), make(1), ..., make(total - 1)``, made by `workers` threads, given in order.
+
+    An exception of `make` is raised in its place, and ends the iteration. The threads end when it is exhausted, closed, garbage,
+    interrupted, or at exit. One consumer thread at a time.
+
+    Args:
+        make: called with the number, in any thread, for several numbers at a time.
+        total: how many items there are.
+        workers: threads; 0 makes each item when it is asked for, in the caller's thread.
+        ahead: how many items may be made before they are asked for.
+    """
+
+    def __init__(self, make: Callable[[int], T], total: int, workers: int, ahead: int) -> None:
+        shared = self._shared = _Shared(make, total, ahead)
+        self._pid = os.getpid()
+        self._inline = workers == 0
+        shared.threads = [_Producer(shared, i) for i in range(min(workers, total))]
+        _quiet_opencv.enter()
+        self._finalizer = weakref.finalize(self, _end, shared, self._pid)
+        if shared.threads:
+            try:
+                _start(shared.threads)
+            except BaseException:
+                self.close()
+                raise
+
+    def __iter__(self) -> Ordered[T]:
+        return self
+
+    def __len__(self) -> int:
+        """Items that were not given yet."""
+        return self._shared.total - self._shared.consumed
+
+    def __next__(self) -> T:
+        shared = self._shared
+        if self._pid != os.getpid():
+            raise RuntimeError("an iterator with threads does not survive fork(): make a new one in the child process")
+        if shared.consumed >= shared.total:
+            self.close()
+            raise StopIteration
+        if not self._finalizer.alive:
+            raise RuntimeError("the iterator was closed, or ended by an error")
+        if self._inline:
+            item = _attempt(shared.make, shared.consumed)
+            shared.consumed += 1
+        else:
+            try:
+                item = shared.consume()
+            except BaseException:  # Ctrl-C while waiting, or a dead thread
+                self.close()
+                raise
+        if isinstance(item, _Failure):
+            self.close()
+            _raise(item.error)
+        elif shared.consumed >= shared.total:
+            self.close()
+        return item
+
+    def __enter__(self) -> Ordered[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads and wait for them, at most `JOIN_S`. Safe to call again, and in a forked child."""
+        self._finalizer()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    if isinstance(error, StopIteration):  # would end the consumer's for loop as if all were done
+        raise RuntimeError("StopIteration was raised while an item was made") from error
+    raise error
+
+
+def _start(threads: list[_Producer[T]]) -> None:
+    """Start the producers with one intra-op thread each, and leave torch's default for every other thread as it was.
+
+    `torch.set_num_threads` sets the calling thread's own number, and the default that later threads take. So each producer sets its own,
+    and when all have, a thread made for it sets the default back; the caller's own number is never touched.
+    """
+    with _starting:
+        torch.get_num_threads()  # the caller takes its number before the default changes
+        try:
+            for thread in threads:
+                thread.start()
+                if thread is threads[0]:
+                    _prepared(thread)  # before the others start: it saw the default that nobody changed
+            for thread in threads[1:]:
+                _prepared(thread)
+        finally:
+            if threads[0].default_threads:
+                restorer = threading.Thread(target=torch.set_num_threads, args=(threads[0].default_threads,), daemon=True)
+                restorer.start()
+                restorer.join()
+
+
+def _prepared(thread: _Producer[T]) -> None:
+    while not thread.prepared.wait(WATCH_S):
+        if not thread.is_alive() and not thread.prepared.is_set():
+            raise RuntimeError(f"the thread {thread.name} died while it started")
+
+
+_starting = threading.Lock()
+
+
+def _end(shared: _Shared[T], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has no such threads, and the lock may have been held when it was made
+    threads = shared.threads
+    try:
+        shared.stop()
+        if threading.current_thread() not in threads:  # the garbage collector may run this in a producer
+            deadline = time.monotonic() + JOIN_S
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        _quiet_opencv.leave()
+
+
+class _QuietOpenCV:
+    """Keeps OpenCV's own thread pool off while any `Ordered` is open; its size is one number for the whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._open = 0
+        self._before = 0
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._open == 0:
+                self._before = cv2.getNumThreads()
+                cv2.setNumThreads(0)
+            self._open += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                cv2.setNumThreads(self._before)
+
+
+_quiet_opencv = _QuietOpenCV()

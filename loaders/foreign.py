@@ -1,0 +1,221 @@
+"""WebDataset tars of any origin, read in sequence by webdataset's own iterators: for `loaders.stream.ShardStream`.
+
+Nothing in them is trusted: no shell, no pickle, and a tar that is cut short is an error, where webdataset silently ends.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec  # type: ignore[import-untyped]  # it has neither stubs nor py.typed
+import numpy as np
+from braceexpand import braceexpand
+from numpy.typing import NDArray
+from webdataset.tariterators import group_by_keys, tar_file_iterator  # type: ignore[import-untyped]  # stubs, but no py.typed
+
+from loaders.codecs import DecodeError, decode_image, decode_meta
+from loaders.dataset import SampleDict, SampleError, Transform, transformed
+from loaders.keyed import KeyedRandom
+from loaders.tarset import image_part
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+PICKLED_SUFFIXES = ("pickle", "pkl", "pyd", "pth", "pt", "joblib", "dill")
+_BLOCK = 512
+# Members that hold a long name or further header fields of the next member.
+_HEADER_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+
+RawSample = dict[str, Any]
+
+
+def is_foreign(source: str | Path | Sequence[str | Path]) -> bool:
+    """Whether a source names tars, rather than the folder of a packed data set."""
+    if not isinstance(source, str | Path):
+        return True
+    return not Path(source).is_dir() and bool(re.search(r"://|::|\.tar\b|^pipe:|\|", str(source)))
+
+
+def expand_sources(source: str | Path | Sequence[str | Path]) -> list[str]:
+    """Every tar of a source, as a path or URL: braces and (in local paths) wildcards expanded, in that order.
+
+    Raises:
+        ValueError: an entry is a command, or nothing is found.
+    """
+    result: list[str] = []
+    for entry in [source] if isinstance(source, str | Path) else source:
+        text = str(entry)
+        if re.search(r"(^|::)\s*pipe:|\|", text) or text.strip() == "-":
+            raise ValueError(f"{text!r}: commands and pipes are not run: give paths, or URLs that fsspec opens (https://, s3://, ...)")
+        for url in [text] if Path(text).is_file() else braceexpand(text):
+            local = "://" not in url and "::" not in url
+            found = sorted(glob.glob(url)) if local and glob.has_magic(url) else [url]
+            if not found or (local and not Path(found[0]).is_file()):
+                raise ValueError(f"{url!r}: no such tar file")
+            result += [str(Path(f).absolute()) for f in found] if local else found
+    if not result:
+        raise ValueError(f"{source!r}: names no tar")
+    return result
+
+
+class ForeignTars:
+    """A list of tars. The reader protocol of `ShardStream`: shards, one consumer's encoded samples, decoding."""
+
+    def __init__(self, urls: Sequence[str], seed: int, transform: Transform | None) -> None:
+        # One array of bytes: a list of a million str would be copied page by page in forked workers.
+        self._urls = np.array([url.encode() for url in urls])
+        self._seed = seed
+        self._transform = transform
+        self._random = KeyedRandom()
+        self.num_shards = len(urls)
+        self.num_samples: int | None = None  # only reading all of them can tell
+
+    def _url(self, shard: int) -> str:
+        return bytes(self._urls[shard]).decode()
+
+    def encoded(self, order: NDArray[np.int64], consumer: int, consumers: int) -> Iterator[tuple[int, RawSample]]:
+        """(index, parts) of the samples of one consumer's shards.
+
+        Raises:
+            ValueError: there are fewer shards than consumers, so that some would get nothing.
+        """
+        if self.num_shards < consumers:
+            raise ValueError(
+                f"{self.num_shards} shards (the first is {self._url(0)}) cannot be split over {consumers} readers (ranks x DataLoader "
+                f"workers): use fewer workers, so that there are at most {self.num_shards} readers, or more and smaller shards"
+            )
+        for shard in order[consumer::consumers].tolist():
+            for place, sample in enumerate(read_tar(self._url(shard))):
+                yield (shard << 32) + place, sample
+
+    def decode(self, index: int, raw: RawSample, epoch: int) -> SampleDict:
+        """A sample's parts to its fields, transformed."""
+        sample = decode_parts(raw)
+        sample["index"] = index
+        if self._transform is None:
+            return sample
+        where = f"sample {sample['key']} of {raw['__url__']}, epoch {epoch}"
+        with self._random.generator(self._seed, epoch, index) as rng:
+            return transformed(self._transform, sample, rng, where)
+
+
+def read_tar(url: str) -> Iterator[RawSample]:
+    """The samples of one tar as webdataset gives them: `__key__`, `__url__` and each part's bytes.
+
+    Raises:
+        SampleError: it cannot be opened or read, is damaged, or ends before its end-of-archive block.
+    """
+    try:
+        with fsspec.open(url, "rb", compression="infer") as file:
+            guarded = _GuardedTar(file, url)
+            members = ({**member, "__url__": url} for member in tar_file_iterator(guarded))
+            yield from group_by_keys(members)
+            if not guarded.ended:
+                raise SampleError(f"{url}: ends without an end-of-archive block: it was cut short. Fetch or make it again")
+    except SampleError:
+        raise
+    except (tarfile.TarError, EOFError, OSError, ValueError, ImportError) as e:
+        # webdataset appends objects to the arguments: the first is the message.
+        raise SampleError(f"{url}: cannot be read: {e.args[0] if e.args and not isinstance(e, OSError) else e}") from e
+
+
+class _Readable(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+class _GuardedTar:
+    """A tar stream that follows the headers while it is read: `tarfile` takes a damaged header, or none, for the end of the archive.
+
+    `ended` becomes True at the end-of-archive block.
+    """
+
+    def __init__(self, file: _Readable, url: str) -> None:
+        self._file, self._url = file, url
+        self._header = bytearray()
+        self._skip = self._position = 0
+        self.ended = False
+
+    def __repr__(self) -> str:
+        return self._url  # webdataset puts it in its messages
+
+    def read(self, size: int = -1) -> bytes:
+        """Bytes of the file, as asked for.
+
+        Raises:
+            SampleError: a damaged header is among them.
+        """
+        data = self._file.read(size)
+        place = 0
+        while place < len(data) and not self.ended:
+            if self._skip:
+                step = min(self._skip, len(data) - place)
+                self._skip -= step
+            else:
+                step = min(_BLOCK - len(self._header), len(data) - place)
+                self._header += data[place : place + step]
+                if len(self._header) == _BLOCK:
+                    self._take_header(bytes(self._header))
+                    self._header.clear()
+            place += step
+            self._position += step
+        return data
+
+    def _take_header(self, header: bytes) -> None:
+        if not any(header):
+            self.ended = True
+            return
+        try:
+            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as e:
+            at = self._position - self._position % _BLOCK
+            raise SampleError(f"{self._url}: damaged tar header at byte {at}: {e}") from None
+        if info.type == tarfile.GNUTYPE_SPARSE:
+            raise SampleError(f"{self._url}: {info.name}: sparse members are not supported: make the tar without --sparse")
+        # As in tarfile: links, devices, folders and pipes have no data, whatever their size says.
+        if info.isreg() or info.type not in tarfile.SUPPORTED_TYPES or info.type in _HEADER_TYPES:
+            self._skip = -(-info.size // _BLOCK) * _BLOCK
+
+
+def decode_parts(raw: RawSample) -> SampleDict:
+    """Parts of a foreign sample to fields.
+
+    `image` uint8 [H, W, 3] RGB comes from the part named jpg, jpeg, png or webp, else from the only one with such a suffix (``left.jpg``),
+    by its bytes and not by its name; ``cls`` becomes `label`, ``json`` a dict; other parts stay bytes.
+
+    Raises:
+        SampleError: a part is pickled or cannot be decoded.
+    """
+    where = f"{raw['__url__']}: sample {raw['__key__']}"
+    parts = {name: data for name, data in raw.items() if not name.startswith("__")}
+    for name in parts:
+        if name.rpartition(".")[2] in PICKLED_SUFFIXES:
+            raise SampleError(
+                f"{where}: part {name!r} is a pickle, which can run any code when read: refused. Store npy or json"
+            )
+    image = _image_name(parts)
+    sample: SampleDict = {"key": raw["__key__"]}
+    for name, data in parts.items():
+        try:
+            if name == image:
+                kind = image_part(data)
+                if kind is None:
+                    raise DecodeError(f"is neither JPEG, PNG nor WebP: it begins with {data[:8]!r}")
+                sample["image"] = decode_image(data, kind)
+            elif name == "cls":
+                sample["label"] = int(data)
+            elif name == "json":
+                sample["json"] = decode_meta(data)
+            else:
+                sample[name] = data
+        except (DecodeError, ValueError) as e:
+            raise SampleError(f"{where}: part {name!r}: {e}") from None
+    return sample
+
+
+def _image_name(parts: RawSample) -> str | None:
+    plain = [name for name in IMAGE_SUFFIXES if name in parts]
+    dotted = [name for name in parts if name.rpartition(".")[2] in IMAGE_SUFFIXES]
+    return plain[0] if plain else dotted[0] if len(dotted) == 1 else None

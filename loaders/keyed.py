@@ -1,0 +1,55 @@
+"""Random numbers that depend on a key only: not on threads, ranks, workers, or on what was drawn before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+
+
+def rekey(bits: np.random.Philox, seed: int, epoch: int, index: int) -> None:
+    """Put a Philox-4x64 generator at the start of the stream of (seed, epoch, index).
+
+    Layout: key words (seed, epoch), counter words (0, 0, 0, index), each modulo 2**64. The counter runs from its first word, so streams
+    never meet.
+    """
+    bits.state = {
+        "bit_generator": "Philox",
+        "state": {
+            "counter": np.array([0, 0, 0, index & _MASK], np.uint64),
+            "key": np.array([seed & _MASK, epoch & _MASK], np.uint64),
+        },
+        "buffer": np.zeros(4, np.uint64),
+        "buffer_pos": 4,
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+
+
+class KeyedRandom:
+    """Lends one `numpy.random.Generator` per thread, re-keyed for each use: making a new one costs several times as much."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __reduce__(self) -> tuple[type[KeyedRandom], tuple[()]]:
+        return KeyedRandom, ()  # nothing but scratch memory: a copy in another process starts anew
+
+    @contextmanager
+    def generator(self, seed: int, epoch: int, index: int) -> Iterator[np.random.Generator]:
+        """A generator at the start of the stream of (seed, epoch, index), until the block ends."""
+        # Taken out while in use: a transform that loads other samples (mosaic, mixup) gets here again in the same thread.
+        generator: np.random.Generator | None = self._local.__dict__.pop("generator", None)
+        if generator is None:
+            generator = np.random.Generator(np.random.Philox(key=0))
+        bits = generator.bit_generator
+        assert isinstance(bits, np.random.Philox)
+        rekey(bits, seed, epoch, index)
+        try:
+            yield generator
+        finally:
+            self._local.generator = generator

@@ -1,0 +1,178 @@
+"""From what a source says to boxes of the stored picture: which frame, which unit, and whether the numbers can be true.
+
+A box that cannot be true refuses its picture: leaving out the box alone would turn a defect into background.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.sample import Annotation, Finding, Report
+
+SLACK = 1e-3
+"""Pixels that a box may stick out by rounding (fractions times a size); it is cut off without a word."""
+
+
+@dataclass(slots=True)
+class PlacedBoxes:
+    """`boxes` float64 [N, 4] xyxy pixels, half-open, in the frame given by `upright`; `keep` int64 [N] indexes the annotation's rows."""
+
+    boxes: NDArray[np.float64]
+    keep: NDArray[np.int64]
+    upright: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Size of the stored pixels and their EXIF orientation (1 to 8)."""
+
+    path: str
+    width: int
+    height: int
+    orientation: int
+
+    @property
+    def turned(self) -> tuple[int, int]:
+        """(width, height) after the orientation is applied."""
+        return (self.height, self.width) if self.orientation >= 5 else (self.width, self.height)
+
+
+def place_boxes(
+    picture: Picture,
+    annotation: Annotation,
+    report: Report,
+    *,
+    exif: Literal["auto", "apply", "ignore"] = "auto",
+    outside: Literal["fail", "clip"] = "fail",
+) -> PlacedBoxes | None:
+    """Check all boxes of a picture; None when it must be left out (one `skip` finding per kind of fault was reported)."""
+    say = _Speaker(picture, annotation, report)
+    raw = annotation.boxes
+    finite = np.asarray(np.isfinite(raw).all(axis=1))
+    if not finite.all():
+        say.boxes("skip", "non-finite-box", ~finite, "is not finite: NaN or infinity is no coordinate")
+        return None
+    upright = _frame(picture, annotation, exif, say)
+    width, height = picture.turned if upright else (picture.width, picture.height)
+    boxes = raw * [width, height, width, height] if annotation.normalized else raw.copy()
+    flat = (raw[:, 0] >= raw[:, 2]) | (raw[:, 1] >= raw[:, 3])
+    beyond = np.maximum(-boxes[:, :2], boxes[:, 2:] - [width, height]).max(1, initial=-np.inf)
+    out = (beyond > SLACK) & ~flat
+    bad = False
+    if flat.any():
+        say.boxes("skip", "empty-box", flat, "has no area: expected x1 < x2 and y1 < y2" + _empty_hint(raw[flat], annotation))
+        bad = True
+    # A declared pixel box inside the unit square with fractions is a normalized one that got into the wrong file.
+    tiny = (raw >= 0).all(1) & (raw <= 1).all(1) & (raw != np.round(raw)).any(1) & ~flat
+    if not annotation.normalized and tiny.any():
+        say.boxes(
+            "skip", "suspect-units", tiny, 'lies within 0 to 1, yet pixels are declared: if these are fractions, say coords = "normalized"'
+        )
+        bad = True
+    clipped = np.clip(boxes, 0, [width, height, width, height])
+    gone = out & ((clipped[:, 0] >= clipped[:, 2]) | (clipped[:, 1] >= clipped[:, 3]))
+    if out.any() and (outside == "fail" or gone.any()):
+        where = gone if outside == "clip" else out
+        frame = f"the picture is {width}x{height}" + (" after its EXIF orientation" if upright and picture.orientation >= 5 else "")
+        say.boxes(
+            "skip", "box-outside", where, f"reaches outside: {frame}" + ("" if outside == "clip" else "; --boxes clip cuts such boxes")
+        )
+        bad = True
+    elif out.any():
+        say.boxes("warning", "box-clipped", out, f"reached outside and was cut to the picture's {width}x{height}")
+    bad |= not _size_agrees(picture, annotation, upright, bool(out.any()), say)
+    if bad:
+        return None
+    keep = _without_copies(clipped, annotation, say)
+    return PlacedBoxes(clipped[keep], keep, upright)
+
+
+def _empty_hint(raw: NDArray[np.float64], annotation: Annotation) -> str:
+    if annotation.lines:
+        return "; corners in another order, or width and height in their place?"
+    touching = ((raw[:, 0] == raw[:, 2]) | (raw[:, 1] == raw[:, 3])).any()
+    return (
+        "; in the VOC devkit's convention (1-based, inclusive) it is one pixel wide: say origin = 1"
+        if touching
+        else "; are xmax, ymax a width and height?"
+    )
+
+
+def _frame(picture: Picture, annotation: Annotation, exif: str, say: _Speaker) -> bool:
+    """True: boxes are in the upright picture. Without boxes a picture is turned upright."""
+    if exif != "auto" or picture.orientation == 1:
+        return exif != "ignore"
+    if not len(annotation.boxes):
+        return True
+    stored, turned = (picture.width, picture.height), picture.turned
+    if stored != turned and annotation.size in (stored, turned):
+        return annotation.size == turned
+    if stored != turned and not annotation.normalized:
+        fits = [bool((annotation.boxes[:, 2:] <= np.add(frame, SLACK)).all()) for frame in (stored, turned)]
+        if fits[0] != fits[1]:
+            return fits[1]
+    say.picture(
+        "warning",
+        "exif-frame-assumed",
+        f"EXIF orientation {picture.orientation}, and nothing tells whether the boxes belong to the stored or the upright picture: "
+        'upright is taken; exif = "ignore" takes the stored one',
+    )
+    return True
+
+
+def _size_agrees(picture: Picture, annotation: Annotation, upright: bool, sticks_out: bool, say: _Speaker) -> bool:
+    """The picture's own size wins; a declared one that differs is a warning while all boxes lie inside."""
+    actual = picture.turned if upright else (picture.width, picture.height)
+    if annotation.size is None or annotation.size == actual:
+        return True
+    sizes = f"the annotation says {annotation.size[0]}x{annotation.size[1]}, the picture is {actual[0]}x{actual[1]}"
+    if sticks_out:
+        say.picture("skip", "size-mismatch", f"{sizes}, and boxes reach outside: they belong to another resolution")
+        return False
+    say.picture("warning", "size-mismatch", f"{sizes}; all boxes lie inside, the picture's own size is taken")
+    return True
+
+
+def _without_copies(boxes: NDArray[np.float64], annotation: Annotation, say: _Speaker) -> NDArray[np.int64]:
+    """Row numbers without exact copies (same class, same box); the first of each stays."""
+    seen: dict[tuple[float, ...], set[str]] = {}
+    copy, clash = np.zeros(len(boxes), bool), np.zeros(len(boxes), bool)
+    for i, (box, label) in enumerate(zip(boxes.tolist(), annotation.labels, strict=True)):
+        labels = seen.setdefault(tuple(box), set())
+        copy[i], clash[i] = label in labels, bool(labels) and label not in labels
+        labels.add(label)
+    if copy.any():
+        say.boxes("warning", "duplicate-box", copy, "is a duplicate of an earlier one (same class, same numbers) and was left out")
+    if clash.any():
+        say.boxes("warning", "two-classes-one-box", clash, "has the same numbers as one of another class; both are kept")
+    return np.flatnonzero(~copy)
+
+
+class _Speaker:
+    """Gives findings about one picture's boxes: one per code, naming the first box concerned."""
+
+    def __init__(self, picture: Picture, annotation: Annotation, report: Report) -> None:
+        self._picture, self._annotation, self._report = picture, annotation, report
+
+    def boxes(self, level: Literal["skip", "warning"], code: str, where: NDArray[np.bool_], message: str) -> None:
+        a, i = self._annotation, int(np.flatnonzero(where)[0])
+        numbers = ", ".join(f"{v:g}" for v in a.boxes[i])
+        self._report(
+            Finding(
+                level,
+                code,
+                a.path,
+                f"{a.places[i]}: box [{numbers}] ({a.labels[i]}) {message}",
+                sample=self._picture.path,
+                line=a.lines[i] if a.lines else None,
+                object=None if a.lines else i + 1,
+                count=int(where.sum()),
+            )
+        )
+
+    def picture(self, level: Literal["skip", "warning"], code: str, message: str) -> None:
+        self._report(Finding(level, code, self._annotation.path, message, sample=self._picture.path))

@@ -1,0 +1,144 @@
+"""Build: source -> plan -> shard jobs -> published data set. And `check`, the same without writing anything."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from loaders.format import FINDINGS_NAME, MANIFEST_NAME
+from packer.engines import open_engine
+from packer.findings import Findings
+from packer.job import Remarks
+from packer.outdir import check_places, close_partial, is_ours, locked, open_partial, repair_swap, siblings, swap_in
+from packer.publish import publish
+from packer.recipe import Recipe
+from packer.records import write_file
+from packer.restore import restore
+from packer.run import Console, Digests, Outcome, Run, heading_of, make_plan, run_plan
+from packer.sample import Listing, PackError
+from packer.work import Context, check_job
+
+
+def default_workers() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def build(src: Path, out: Path, recipe: Recipe, console: Console, *, overwrite: bool = False) -> Outcome:
+    """Pack `src` into `out`. The same command again goes on where an interrupted one stopped.
+
+    Raises:
+        PackError: the job cannot be done; nothing was published.
+    """
+    repaired = repair_swap(out)
+    if repaired:
+        console.say(repaired)
+    check_places(src, out)
+    run = _start(src, recipe, console)
+    with locked(out):
+        replaces = overwrite and (out / MANIFEST_NAME).is_file()
+        if not replaces:
+            return _build_in(run, out)
+        new, _ = siblings(out)
+        if new.exists() and not is_ours(new) and any(new.iterdir()):
+            raise PackError(f"{new}: is in the way of --overwrite and was not made by pack; move it")
+        with locked(new):
+            outcome = _build_in(run, new)
+            if outcome.ok:
+                swap_in(out)
+        return outcome
+
+
+def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
+    """Say everything that `build` would say about `src`. Nothing is written anywhere."""
+    if not src.is_dir():
+        raise PackError(f"{src}: no such folder")
+    run = _start(src, recipe, console)
+    plan = make_plan(run)
+    if plan is None:
+        return _judge(run, 0, 0, "check")
+    context = Context(plan.spec, plan.source, None, run.versions)
+    results = dict(run.map(check_job, context, plan.jobs, "checking"))
+    remarks, digests, packed = Remarks(), Digests(plan.listing), 0
+    for number, job in enumerate(plan.jobs):
+        for finding in results[number].findings:
+            run.findings.add(finding)
+        remarks.merge(results[number].remarks)
+        digests.put(job, results[number].digests)
+        packed += int(results[number].packed.sum())
+    run.remark(plan, remarks, digests)
+    _say_sums(run, plan.listing, packed)
+    return _judge(run, packed, len(plan.listing.items) - packed, "check")
+
+
+def _start(src: Path, recipe: Recipe, console: Console) -> Run:
+    findings = Findings(console.finding)
+    return Run(src, recipe, console, findings, open_engine(recipe.run.engine, recipe.run.workers or default_workers()))
+
+
+def _build_in(run: Run, out: Path) -> Outcome:
+    if (out / MANIFEST_NAME).is_file():
+        return restore(run, out)
+    partial = open_partial(out)
+    plan = make_plan(run)
+    if plan is None:
+        _leave_findings(run, out)
+        return _judge(run, 0, 0, "build")
+    shards, remarks, digests, packed = run_plan(run, plan, partial)
+    run.remark(plan, remarks, digests)
+    _say_sums(run, plan.listing, packed)
+    outcome = _judge(run, packed, len(plan.listing.items) - packed, "build")
+    if outcome.ok and not shards:
+        outcome = replace(outcome, ok=False, message="nothing to pack: every picture was left out")
+    if not outcome.ok:
+        _leave_findings(run, out)
+        return outcome
+    head = heading_of(run, plan, sorted(remarks.parts), digests.fingerprint())
+    outcome.manifest = publish(out, partial, shards, head, run.findings)
+    close_partial(partial)
+    return outcome
+
+
+def _say_sums(run: Run, listing: Listing, num_packed: int) -> None:
+    """The numbers add up: every file is packed, left out by a finding, used as annotation, named otherwise, or ignored by rule."""
+    pictures = len(listing.items)
+    others = listing.num_files - pictures - listing.num_used
+    run.console.say(
+        f"files: {listing.num_files:,} = {num_packed:,} pictures fit to pack + {pictures - num_packed:,} left out"
+        f" + {listing.num_used:,} annotation files + {max(others, 0):,} others named in findings;"
+        f" {listing.num_ignored:,} hidden or system files ignored"
+    )
+
+
+def _leave_findings(run: Run, out: Path) -> None:
+    """A failed build leaves its findings, and no manifest."""
+    write_file(out / FINDINGS_NAME, run.findings.jsonl().encode("utf-8", "backslashreplace"))
+
+
+def _judge(run: Run, packed: int, skipped: int, what: Literal["build", "check"]) -> Outcome:
+    """Whether the findings allow to publish."""
+    for line in run.findings.summary():
+        run.console.say(line)
+    counts, policy = run.findings.counts(), run.recipe.run
+    outcome = Outcome(True, "", packed, skipped, run.findings)
+    if counts["error"]:
+        outcome.ok, outcome.message = False, "the data set has faults that concern all of it (level error); nothing was published"
+    elif counts["skip"] and policy.on_error == "fail":
+        outcome.ok = False
+        outcome.message = (
+            f"{skipped:,} of {packed + skipped:,} pictures cannot be packed; nothing was published. "
+            f"--on-error skip would leave them out and pack {packed:,}"
+        )
+    elif policy.max_skip is not None and skipped > allowed_skips(policy.max_skip, packed + skipped):
+        outcome.ok = False
+        outcome.message = f"{skipped:,} of {packed + skipped:,} pictures would be left out, --max-skip allows {policy.max_skip:g}"
+    if what == "check" and not outcome.ok:
+        outcome.message = outcome.message.replace("; nothing was published", "")
+    return outcome
+
+
+def allowed_skips(limit: int | float, total: int) -> float:
+    """A whole number is a number of pictures, a fraction below 1 a share of all."""
+    return limit if isinstance(limit, int) else limit * total

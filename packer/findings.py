@@ -1,0 +1,81 @@
+"""Collects findings: one per (code, sample), in an order that does not depend on timing, and says whether the build may be published."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+
+from packer.sample import Finding, Level
+
+NUM_SHOWN = 20
+LEVELS: tuple[Level, ...] = ("error", "skip", "warning")
+
+
+class Findings:
+    """`add` is a `packer.sample.Report`. `show` gets the first 20 of each code as they come, as one line of text each."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._found: dict[tuple[str, str | None, str, int | None], Finding] = {}
+        self._shown: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._found.values())
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, finding: Finding) -> None:
+        """Keep a finding; a further one of the same code and sample only counts."""
+        whole = finding.sample is None
+        key = (finding.code, finding.sample, finding.path if whole else "", finding.line if whole else None)
+        before = self._found.get(key)
+        if before is not None:
+            self._found[key] = replace(before, count=before.count + finding.count)
+            return
+        self._found[key] = finding
+        self._shown[finding.code] += 1
+        if self._shown[finding.code] <= NUM_SHOWN:
+            self._show(as_line(finding))
+
+    def counts(self) -> dict[str, int]:
+        """Findings per level."""
+        found = Counter(f.level for f in self._found.values())
+        return {level: found[level] for level in LEVELS}
+
+    def jsonl(self) -> str:
+        """The text of ``findings.jsonl``."""
+        return "".join(as_json(f) + "\n" for f in self._found.values())
+
+    def summary(self) -> list[str]:
+        """Lines for the end: how many of which code, and which codes were cut short on the screen."""
+        if not self._found:
+            return []
+        codes = Counter((f.level, f.code) for f in self._found.values())
+        order = sorted(codes, key=lambda lc: (LEVELS.index(lc[0]), -codes[lc], lc[1]))
+        named = ", ".join(f"{codes[lc]:,} {lc[1]} ({lc[0]})" for lc in order)
+        lines = [f"{len(self._found):,} finding{'s' if len(self._found) != 1 else ''}: {named}"]
+        hidden = sum(max(n - NUM_SHOWN, 0) for n in self._shown.values())
+        return [*lines, f"({hidden:,} of them not shown: at most {NUM_SHOWN} of a kind are)"] if hidden else lines
+
+
+def as_dict(finding: Finding) -> dict[str, object]:
+    """A finding as JSON values; `line`, `object` and `count` only where they say something."""
+    values = asdict(finding)
+    return {k: v for k, v in values.items() if not (v is None and k in ("line", "object")) and not (k == "count" and v == 1)}
+
+
+def as_json(finding: Finding) -> str:
+    """One line of ``findings.jsonl``."""
+    return json.dumps(as_dict(finding), ensure_ascii=False, sort_keys=True)
+
+
+def as_line(finding: Finding) -> str:
+    """One line for people: level, place, code, message. Control characters in names are escaped."""
+    place = finding.path + (f":{finding.line}" if finding.line is not None else "")
+    subject = f" [{finding.sample}]" if finding.sample not in (None, finding.path) else ""
+    more = f" (and {finding.count - 1:,} more like it in this sample)" if finding.count > 1 else ""
+    text = f"{finding.level}: {place}{subject}: {finding.message}{more} ({finding.code})"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

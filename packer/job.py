@@ -1,0 +1,291 @@
+"""A shard job: a pure function of (specification, source items, shard) -> shard files and a record.
+
+All parallel running is a map over jobs, so the bytes do not depend on who runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaders.codecs import ImagePart, encode_image
+from loaders.format import Layout, Task
+from packer.boxes import Picture, place_boxes
+from packer.images import Decoded, ImageError, ImageInfo, check, decode, probe, reset_orientation, upright
+from packer.sample import Annotation, Finding, Item, Report, Sample, Source, Transform, WrittenShard
+from packer.writers import open_writer
+
+Boxes = NDArray[np.float64]
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Everything that decides a sample's bytes, besides its source."""
+
+    layout: Layout
+    task: Task
+    classes: tuple[str, ...]
+    transform: Transform | None = None
+    image: Literal["keep", "jpg", "png", "webp"] = "keep"
+    quality: int = 90
+    restart_grid: bool = True
+    dtype: str = "uint8"
+    normalize: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    exif: Literal["auto", "apply", "ignore"] = "auto"
+    boxes: Literal["fail", "clip"] = "fail"
+    pixel_range: tuple[int, int] | None = None
+    max_pixels: int = 200_000_000
+    max_file_bytes: int = 1 << 30
+
+    def writer_options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "normalize": self.normalize} if self.layout == "memmap" else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`items` of one split, in stored order, with their `keys` (positions in the listing). `number` counts over all splits."""
+
+    number: int
+    split: str
+    keys: tuple[int, ...]
+    items: tuple[Item, ...]
+
+
+@dataclass(slots=True)
+class Remarks:
+    """What only the whole data set can judge, gathered per job and merged: the lowest box coordinate as declared, how many boxes
+    touch the right or lower edge, the highest 16-bit value and how many 16-bit pictures there are, and the image parts used.
+    """
+
+    lowest: float = np.inf
+    num_at_edge: int = 0
+    max_16bit: int = -1
+    num_16bit: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, other: Remarks) -> None:
+        self.lowest = min(self.lowest, other.lowest)
+        self.num_at_edge += other.num_at_edge
+        self.max_16bit = max(self.max_16bit, other.max_16bit)
+        self.num_16bit += other.num_16bit
+        for part, n in other.parts.items():
+            self.parts[part] = self.parts.get(part, 0) + n
+
+
+@dataclass(slots=True)
+class JobResult:
+    """`shard` is None when no sample was left. `digests` uint8 [num_items, 2, 16]: of each item's picture bytes and of its annotation
+    (zeros where it could not be read); `packed` bool [num_items].
+    """
+
+    shard: WrittenShard | None
+    digests: NDArray[np.uint8]
+    packed: NDArray[np.bool_]
+    findings: list[Finding]
+    remarks: Remarks
+
+
+@dataclass(slots=True)
+class SampleFacts:
+    """What a sample tells besides itself."""
+
+    image_digest: bytes = bytes(DIGEST_BYTES)
+    annotation_digest: bytes = bytes(DIGEST_BYTES)
+    remarks: Remarks = field(default_factory=Remarks)
+
+
+def run_job(spec: Spec, source: Source, job: Job, path: Path | None, tick: Callable[[int], None]) -> JobResult:
+    """Pack one shard to `path`; with path None only look (`pack check`): everything is read and decoded, nothing encoded or written.
+
+    `tick` is called with each item's position before it is read, and with their number at the end. A
+    fault of a sample becomes a finding, never an exception; what is raised
+    (disk full, no memory) is a fault of the job, and no file is left at `path`.
+    """
+    findings: list[Finding] = []
+    remarks = Remarks()
+    digests = np.zeros((len(job.items), 2, DIGEST_BYTES), np.uint8)
+    packed = np.zeros(len(job.items), bool)
+    writer = None if path is None else open_writer(spec.layout, path, spec.task, **spec.writer_options())
+    first: Sample | None = None
+    try:
+        for i, (key, item) in enumerate(zip(job.keys, job.items, strict=True)):
+            tick(i)
+            facts = SampleFacts()
+            sample = make_sample(spec, source, key, item, findings.append, facts, encode=writer is not None)
+            digests[i] = np.frombuffer(facts.image_digest + facts.annotation_digest, np.uint8).reshape(2, DIGEST_BYTES)
+            if sample is None:
+                continue
+            first = first or sample
+            if spec.layout == "memmap" and (sample.width, sample.height) != (first.width, first.height):
+                findings.append(sizes_differ(first.source, (first.width, first.height), sample.source, (sample.width, sample.height)))
+                continue
+            packed[i] = True
+            remarks.merge(facts.remarks)
+            if writer is not None:
+                writer.write(sample)
+        tick(len(job.items))
+        shard = None
+        if writer is not None and packed.any():
+            shard = writer.close()
+        elif writer is not None:
+            writer.abort()
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        raise
+    return JobResult(shard, digests, packed, findings, remarks)
+
+
+def sizes_differ(a: str, size_a: tuple[int, int], b: str, size_b: tuple[int, int]) -> Finding:
+    """The data-set-level fault of a memmap of unequal images."""
+    message = (
+        f"a memmap needs images of one size: {a} is {size_a[0]}x{size_a[1]}, {b} is {size_b[0]}x{size_b[1]}; "
+        "give --resize WxH (with --mode letterbox, stretch or crop), or use --format tar"
+    )
+    return Finding("error", "sizes-differ", b, message, sample=b)
+
+
+def make_sample(spec: Spec, source: Source, key: int, item: Item, report: Report, facts: SampleFacts, *, encode: bool) -> Sample | None:
+    """Read, check, place and transform one item. None when it is left out; picture and annotation are both looked at before that."""
+
+    def refuse(code: str, message: str) -> None:
+        report(Finding("skip", code, item.path, message, sample=item.path))
+
+    annotation = source.annotate(item, report)
+    if annotation is not None:
+        facts.annotation_digest = annotation_digest(annotation)
+    data = read_item(source.root, item, spec.max_file_bytes, report)
+    if data is None:
+        return None
+    facts.image_digest = hashlib.sha256(data).digest()[:DIGEST_BYTES]
+    try:
+        info = probe(data, max_pixels=spec.max_pixels)
+    except ImageError as e:
+        refuse(e.code, str(e))
+        return None
+    unknown = [] if annotation is None else _unknown_classes(spec, annotation)
+    if annotation is not None and unknown:
+        names = ", ".join(map(repr, unknown[:5]))
+        report(Finding("skip", "unknown-class", annotation.path, f"class {names} is not one of the given classes", sample=item.path))
+    picture = Picture(item.path, info.width, info.height, info.orientation)
+    placed = None
+    if annotation is not None:
+        placed = place_boxes(picture, annotation, report, exif=spec.exif, outside=spec.boxes)
+    turn = spec.exif != "ignore" if placed is None else placed.upright
+    try:
+        boxes = np.zeros((0, 4)) if placed is None else placed.boxes
+        sample, stored_boxes = _pixels(spec, key, item, data, info, turn, boxes, facts, encode)
+    except ImageError as e:
+        refuse(e.code, str(e))
+        return None
+    if annotation is None or placed is None or unknown:
+        return None
+    _annotate(spec, sample, annotation, stored_boxes, placed.keep)
+    if len(placed.boxes):
+        edge = [sample.original_width, sample.original_height]
+        facts.remarks.lowest = float(placed.boxes.min())
+        facts.remarks.num_at_edge = int((placed.boxes[:, 2:] == edge).any(1).sum())
+    return sample
+
+
+def read_item(root: Path, item: Item, max_bytes: int, report: Report) -> bytes | None:
+    """The picture's bytes; None (and a finding) when it cannot be read, is too large, or is no longer the file that was listed."""
+    try:
+        with open(root / item.path, "rb") as f:
+            stat = os.fstat(f.fileno())
+            if (stat.st_size, stat.st_mtime_ns) != (item.num_bytes, item.mtime_ns):
+                message = f"changed while packing: {item.num_bytes} bytes when it was listed, {stat.st_size} now; run the command again"
+                report(Finding("error", "source-changed", item.path, message, sample=item.path))
+                return None
+            if stat.st_size > max_bytes:
+                message = f"{stat.st_size} bytes, over the limit of {max_bytes} ([source] max_file_bytes)"
+                report(Finding("skip", "file-too-large", item.path, message, sample=item.path))
+                return None
+            return f.read()
+    except OSError as e:
+        report(Finding("skip", "unreadable", item.path, f"cannot be read: {e.strerror}", sample=item.path))
+        return None
+
+
+def annotation_digest(annotation: Annotation) -> bytes:
+    """Digest of what an annotation says; two pictures with equal bytes and equal digests are true copies."""
+    h = hashlib.sha256(repr((annotation.label, annotation.labels)).encode("utf-8", "surrogatepass"))
+    for array in (annotation.boxes, annotation.difficult, annotation.truncated, annotation.occluded):
+        h.update(np.ascontiguousarray(array).tobytes())
+    return h.digest()[:DIGEST_BYTES]
+
+
+def _unknown_classes(spec: Spec, annotation: Annotation) -> list[str]:
+    names = annotation.labels if annotation.label is None else [annotation.label]
+    return sorted(set(names).difference(spec.classes)) if spec.task != "unlabelled" else []
+
+
+def _pixels(
+    spec: Spec, key: int, item: Item, data: bytes, info: ImageInfo, turn: bool, boxes: Boxes, facts: SampleFacts, encode: bool
+) -> tuple[Sample, Boxes]:
+    """The sample without its annotation, and where the boxes went: pixels decoded (strictly and whole), turned, transformed, encoded."""
+    width, height = (info.height, info.width) if turn and info.orientation >= 5 else (info.width, info.height)
+    sample = Sample(key, item.path, width, height, width, height, (1.0, 1.0, 0.0, 0.0))
+    rotate = turn and info.orientation != 1
+    part = _part(spec, info, rotate)
+    sample.suffix = part
+    facts.remarks.parts = {part: 1}
+    if spec.layout == "tar" and spec.transform is None and info.verbatim and not rotate and _keeps_bytes(spec, info):
+        check(data, info)
+        sample.encoded = data if info.orientation == 1 else reset_orientation(data, info)
+        return sample, boxes
+    decoded = decode(data, info, pixel_range=spec.pixel_range)
+    _remark_depth(decoded, facts.remarks)
+    image = upright(decoded.image, info.orientation) if rotate else decoded.image
+    if spec.transform is not None:
+        if not encode:
+            sample.width, sample.height = spec.transform.output_size(width, height)
+            return sample, boxes
+        image, boxes, sample.affine = spec.transform(image, boxes)
+        sample.height, sample.width = image.shape[:2]
+    if spec.layout == "memmap":
+        sample.image = image
+    elif encode:
+        sample.encoded = encode_image(image, part, quality=spec.quality, restart_grid=spec.restart_grid)
+    return sample, boxes
+
+
+def _part(spec: Spec, info: ImageInfo, rotate: bool) -> ImagePart:
+    """The image part's name: under ``keep`` that of the bytes, or jpg for a JPEG and png for the rest where it must be encoded anew."""
+    if spec.image != "keep":
+        return spec.image
+    if info.verbatim and spec.transform is None and not rotate:
+        return "jpg" if info.format == "jpeg" else "webp" if info.format == "webp" else "png"
+    return "jpg" if info.format == "jpeg" else "png"
+
+
+def _keeps_bytes(spec: Spec, info: ImageInfo) -> bool:
+    """``--image jpg`` encodes every JPEG anew (quality and restart grid are asked for); a PNG stays a PNG byte for byte."""
+    return spec.image == "keep" or (spec.image == "png" and info.format == "png")
+
+
+def _remark_depth(decoded: Decoded, remarks: Remarks) -> None:
+    if decoded.max_16bit is not None:
+        remarks.max_16bit, remarks.num_16bit = decoded.max_16bit, 1
+
+
+def _annotate(spec: Spec, sample: Sample, annotation: Annotation, boxes: Boxes, keep: NDArray[np.int64]) -> None:
+    ids = {name: i for i, name in enumerate(spec.classes)}
+    sample.extra = annotation.extra
+    if spec.task == "classification" and annotation.label is not None:
+        sample.label = ids[annotation.label]
+    if spec.task == "detection":
+        # Rounding may carry an edge box a hair outside.
+        sample.boxes = np.clip(boxes, 0, [sample.width, sample.height] * 2).astype(np.float32)
+        sample.labels = np.array([ids[annotation.labels[i]] for i in keep], np.int64)
+        sample.difficult = annotation.difficult[keep]
+        sample.truncated = annotation.truncated[keep]
+        sample.occluded = annotation.occluded[keep]

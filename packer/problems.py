@@ -1,0 +1,71 @@
+"""What verifying says, and what its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from loaders.format import Manifest, sha256_file
+
+REBUILD = "; the same pack build command again restores it"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`path` is below the data set's folder; `sample` a key and `source` a picture's name where the damage can be tied to one."""
+
+    level: Literal["error", "warning"]
+    code: str
+    path: str
+    message: str
+    sample: int | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTask:
+    """One shard to verify: `number` within its split, `start` the split's row of its first sample. `items` is for progress only."""
+
+    split: str
+    number: int
+    start: int
+    items: range
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyContext:
+    root: Path
+    manifest: Manifest
+    quick: bool
+
+
+def file_problems(root: Path, name: str, num_bytes: int, sha256: str | None) -> Iterator[Problem]:
+    """Whether a file is there, has its size and (unless None) its checksum."""
+    path = root / name
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size != num_bytes:
+            what = f"{size:,} bytes, the manifest says {num_bytes:,}" if path.is_file() else "is no regular file"
+            yield Problem("error", "wrong-size", name, what + REBUILD)
+        elif sha256 is not None and (found := sha256_file(path)) != sha256:
+            yield Problem("error", "checksum", name, f"content was changed: sha256 is {found}, the manifest says {sha256}{REBUILD}")
+    except FileNotFoundError:
+        yield Problem("error", "missing-file", name, "is missing" + REBUILD)
+    except OSError as e:
+        yield Problem("error", "unreadable", name, f"cannot be read: {e.strerror}")
+
+
+def as_json(problems: list[Problem]) -> dict[str, Any]:
+    """What ``pack verify --json`` prints."""
+    fields = ("level", "code", "path", "sample", "source", "message")
+    return {"ok": not any(p.level == "error" for p in problems), "problems": [{f: getattr(p, f) for f in fields} for p in problems]}
+
+
+def as_line(problem: Problem) -> str:
+    """One line for people."""
+    sample = "" if problem.sample is None else f" sample {problem.sample:09d}"
+    source = "" if problem.source is None else f" ({problem.source})"
+    text = f"{problem.level}: {problem.path}{sample}{source}: {problem.message} ({problem.code})"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,0 +1,66 @@
+"""What only the whole data set can tell: copies across splits, a wrong declared origin, dark 16-bit pictures, mixed formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.job import Remarks, Spec
+from packer.sample import Finding, Listing, Source
+
+DARK_16BIT = 4096
+
+
+def duplicate_findings(listing: Listing, split_of: Sequence[str | None], digests: NDArray[np.uint8]) -> Iterator[Finding]:
+    """Pictures with equal bytes in two splits (a leak), or with two labels or sets of boxes. `digests` uint8 [N, 2, 16]."""
+    for keys in _equal_rows(digests[:, 0]):
+        first, *others = keys
+        a = listing.items[first]
+        for key in others:
+            b = listing.items[key]
+            if split_of[key] != split_of[first]:
+                text = (
+                    f"has the same bytes as {a.path}, which is in {split_of[first]}; this one is in {split_of[key]}: a leak between splits"
+                )
+                yield Finding("warning", "split-leak", b.path, text, sample=b.path)
+            if listing.task != "unlabelled" and (digests[key, 1] != digests[first, 1]).any():
+                differ = f"label {a.label!r}, this one has {b.label!r}" if listing.task == "classification" else "other boxes"
+                yield Finding("warning", "duplicate-image", b.path, f"has the same bytes as {a.path}, which has {differ}", sample=b.path)
+
+
+def _equal_rows(rows: NDArray[np.uint8]) -> Iterator[list[int]]:
+    """Row numbers, ascending, of each set of two or more equal rows of uint8 [N, 16]; rows of zeros (unknown) are passed over."""
+    words = np.ascontiguousarray(rows).view(np.uint64).reshape(-1, 2)
+    order = np.lexsort((np.arange(len(words)), words[:, 1], words[:, 0]))
+    same = (words[order[1:]] == words[order[:-1]]).all(1) & words[order[1:]].any(1)
+    starts = np.flatnonzero(np.diff(np.concatenate([[False], same]).astype(np.int8)) == 1)
+    ends = np.flatnonzero(np.diff(np.concatenate([same, [False]]).astype(np.int8)) == -1)
+    groups = [order[s : e + 2].tolist() for s, e in zip(starts, ends, strict=True)]
+    yield from sorted(groups)
+
+
+def remark_findings(listing: Listing, kind: str, source: Source, spec: Spec, remarks: Remarks) -> Iterator[Finding]:
+    """Warnings about the data set as a whole."""
+    origin = getattr(source, "origin", None)
+    if kind == "voc" and origin == 0 and remarks.lowest == 1 and remarks.num_at_edge:
+        yield Finding(
+            "warning",
+            "origin-mismatch",
+            ".",
+            f"origin = 0 is declared or taken, yet no box of {len(listing.items):,} pictures starts at 0, the lowest number is 1, and "
+            f"{remarks.num_at_edge:,} boxes end at the picture's width or height: 1 to W is the VOC devkit's convention, origin = 1",
+        )
+    if remarks.num_16bit and remarks.max_16bit < DARK_16BIT and spec.pixel_range is None:
+        yield Finding(
+            "warning",
+            "dark-16bit",
+            ".",
+            f"the highest value in {remarks.num_16bit:,} 16-bit pictures is {remarks.max_16bit}: divided by 257 they come out near black; "
+            f"a detector of fewer bits? say [source] pixel_range = [0, {max(2 ** int(remarks.max_16bit).bit_length() - 1, 1)}]",
+        )
+    if spec.layout == "tar" and len(remarks.parts) > 1:
+        parts = ", ".join(f"{n:,} {part}" for part, n in sorted(remarks.parts.items()))
+        text = f"images are stored in more than one format ({parts}); some readers want one: --image jpg, png or webp"
+        yield Finding("warning", "mixed-image-parts", ".", text)

@@ -1,0 +1,279 @@
+"""The steps of a build that need no output folder: what to pack, in which jobs, run them, and what they came to."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaders.format import Manifest, SourceEntry
+from packer.engines import Engine, TaskFunction
+from packer.findings import Findings
+from packer.job import DIGEST_BYTES, Job, Remarks, Spec, sizes_differ
+from packer.plan import SAMPLE_OVERHEAD_BYTES, Sizing, assign_splits, group_of, make_jobs, samples_per_shard, source_splits, surveyed
+from packer.publish import FinishedShard, Heading
+from packer.recipe import Recipe
+from packer.records import job_files, load_record
+from packer.remarks import duplicate_findings, remark_findings
+from packer.sample import Listing, PackError, Source
+from packer.sources import detect, open_source
+from packer.transforms import Resize
+from packer.work import Chunk, Context, chunks, describe_task, digest_chunk, pack_job, scan_chunk, survey
+
+
+class Console(Protocol):
+    """Where a build speaks to its user."""
+
+    def say(self, text: str) -> None: ...
+
+    def finding(self, text: str) -> None: ...
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """A context that gives a function to call with how many pictures went by."""
+        ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`ok`: exit status 0. `num_samples`, `num_skipped`: pictures packed (or fit to be) and left out."""
+
+    ok: bool
+    message: str
+    num_samples: int = 0
+    num_skipped: int = 0
+    findings: Findings | None = None
+    manifest: Manifest | None = None
+
+
+class Digests:
+    """Digests of all items, by key: the source's fingerprint, and what duplicates are found by."""
+
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
+        self.array: NDArray[np.uint8] = np.zeros((len(listing.items), 2, DIGEST_BYTES), np.uint8)
+
+    def put(self, job: Job, digests: NDArray[np.uint8]) -> None:
+        self.array[list(job.keys)] = digests
+
+    def fingerprint(self) -> str:
+        h = hashlib.sha256(self._listing.digest.encode())
+        for item, digest in zip(self._listing.items, self.array, strict=True):
+            h.update(item.path.encode("utf-8", "surrogateescape") + b"\0" + digest.tobytes())
+        return h.hexdigest()
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that is known before the first shard is written."""
+
+    source: Source
+    kind: str
+    listing: Listing
+    spec: Spec
+    jobs: list[Job]
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of one command that its steps share."""
+
+    src: Path
+    recipe: Recipe
+    console: Console
+    findings: Findings
+    engine: Engine
+    versions: Mapping[str, str] = field(default_factory=lambda: tool_versions())
+
+    def map(self, function: TaskFunction, context: Context, tasks: Sequence[Any], title: str) -> Iterator[tuple[int, Any]]:
+        total = sum(len(t.items) for t in tasks)
+        with self.console.progress(title, total) as advance:
+            yield from self.engine.map(function, context, tasks, describe=describe_task, on_progress=advance)
+
+    def remark(self, plan: Plan, remarks: Remarks, digests: Digests) -> None:
+        """Findings that only the whole data set can give."""
+        split_of: list[str | None] = [None] * len(plan.listing.items)
+        for job in plan.jobs:
+            for key in job.keys:
+                split_of[key] = job.split
+        for finding in duplicate_findings(plan.listing, split_of, digests.array):
+            self.findings.add(finding)
+        for finding in remark_findings(plan.listing, plan.kind, plan.source, plan.spec, remarks):
+            self.findings.add(finding)
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions that the bytes of an encoded image, or an accepted one, may depend on."""
+    packages = {
+        "shardpack": "shardpack",
+        "numpy": "numpy",
+        "opencv": "opencv-python-headless",
+        "pillow": "pillow",
+        "simplejpeg": "simplejpeg",
+    }
+    return {name: importlib.metadata.version(package) for name, package in packages.items()}
+
+
+def make_plan(run: Run) -> Plan | None:
+    """List, scan where names or strata need it, and cut into jobs. None when the listing has faults of the whole data set."""
+    table = run.recipe.source
+    kind, why = (table.kind, "as given") if table.kind != "auto" else detect(run.src)
+    run.console.say(f"source: {kind} ({why})")
+    source = open_source(kind, run.src, table.own, table.classes)
+    listing = source.list(run.findings.add)
+    for note in listing.notes:
+        run.console.say(f"  {note}")
+    if run.findings.counts()["error"]:
+        return None
+    if not listing.items:
+        raise PackError(f"{run.src}: no pictures found for source {kind}")
+    if listing.task == "detection" and run.recipe.transform.resize is not None and run.recipe.transform.mode == "crop":
+        raise PackError("mode crop would cut boxes away: for detection use letterbox, stretch, short or long")
+    names = _scan(run, source, listing)
+    if listing.classes is None:
+        listing.classes = sorted(set().union(*names))
+    spec = _spec(run.recipe, listing)
+    splits = _splits(run, listing, names)
+    sizing = _sizing(run, Context(spec, source, None, run.versions), listing)
+    jobs = make_jobs(listing, splits, sizing=sizing, shuffle=run.recipe.output.shuffle, seed=run.recipe.output.seed)
+    return Plan(source, kind, listing, spec, jobs)
+
+
+def _scan(run: Run, source: Source, listing: Listing) -> list[frozenset[str]]:
+    """Class names per item: read from every annotation where ids or strata need it, else from the listing (empty when not needed)."""
+    stratify = bool(run.recipe.split.shares) and not listing.has_splits
+    if listing.classes is not None and not (stratify and listing.task == "detection"):
+        return [frozenset([item.label] if item.label is not None else []) for item in listing.items]
+    context = Context(_spec(run.recipe, listing), source, None, run.versions)
+    parts = dict(run.map(scan_chunk, context, chunks(listing.items), "reading annotations"))
+    return [names for number in sorted(parts) for names in parts[number]]
+
+
+def _spec(recipe: Recipe, listing: Listing) -> Spec:
+    s, t, o = recipe.source, recipe.transform, recipe.output
+    transform = None if t.resize is None else Resize(t.resize, t.mode)
+    return Spec(
+        layout=o.format,
+        task=listing.task,
+        classes=tuple(listing.classes or ()),
+        transform=transform,
+        image=o.image,
+        quality=o.quality,
+        restart_grid=o.restart_grid,
+        dtype=o.dtype,
+        normalize=o.normalize,
+        exif=s.exif,
+        boxes=s.boxes,
+        pixel_range=s.pixel_range,
+        max_pixels=s.max_pixels,
+        max_file_bytes=s.max_file_bytes,
+    )
+
+
+def _splits(run: Run, listing: Listing, names: Sequence[frozenset[str]]) -> list[str | None]:
+    split = run.recipe.split
+    if not split.shares or listing.has_splits:
+        if split.shares:
+            run.console.say("  the source says which split a picture is in; [split] is not used")
+        elif not listing.has_splits:
+            run.console.say("  no splits in the source and none asked for: everything is train")
+        return source_splits(listing)
+    group = None if split.group is None else group_of(split.group)
+    return assign_splits(listing.items, names, split.shares, run.recipe.output.seed, group)
+
+
+def _sizing(run: Run, context: Context, listing: Listing) -> Sizing:
+    """How to cut shards; where images are made anew, from a few that are encoded now."""
+    o, spec = run.recipe.output, context.spec
+    if o.shard_samples is not None:
+        return Sizing(o.shard_size, o.shard_samples)
+    if spec.layout == "tar" and spec.transform is None and spec.image == "keep":
+        return Sizing(o.shard_size)
+    found = survey(context, [(i, listing.items[i]) for i in surveyed(listing.items)])
+    if spec.layout == "memmap":
+        sizes = {size: name for name, _, size in reversed(found)}
+        if len(sizes) > 1:
+            (size_a, a), (size_b, b) = list(sizes.items())[:2]
+            raise PackError(sizes_differ(a, size_a, b, size_b).message)
+        width, height = next(iter(sizes), (1, 1))
+        return Sizing(o.shard_size, max(o.shard_size // (width * height * 3 * np.dtype(spec.dtype).itemsize), 1))
+    mean = float(np.mean([n for _, n, _ in found])) if found else 1e5
+    return Sizing(o.shard_size, samples_per_shard(o.shard_size, mean + SAMPLE_OVERHEAD_BYTES))
+
+
+def run_plan(run: Run, plan: Plan, partial: Path) -> tuple[list[FinishedShard], Remarks, Digests, int]:
+    """Run all jobs; their shards in order, what they remarked, digests, and how many pictures were packed."""
+    context = Context(plan.spec, plan.source, partial, run.versions)
+    done: dict[int, str] = {}
+    num_reused = 0
+    for number, result in run.map(pack_job, context, plan.jobs, "packing"):
+        done[number] = result.key
+        num_reused += result.reused
+    if num_reused:
+        run.console.say(f"{num_reused:,} of {len(plan.jobs):,} shards were already there from an earlier run")
+    shards: list[FinishedShard] = []
+    remarks, digests, packed = Remarks(), Digests(plan.listing), 0
+    for number, job in enumerate(plan.jobs):
+        files = job_files(partial, plan.spec, done[number])
+        record = load_record(files, reuse=False)
+        if record is None:
+            raise PackError(f"{files.record}: vanished while packing; run the command again")
+        for finding in record.findings:
+            run.findings.add(finding)
+        remarks.merge(record.remarks)
+        digests.put(job, record.digests)
+        packed += int(record.packed.sum())
+        if record.shard is not None:
+            shards.append(FinishedShard(job.split, files.shard, record.shard))
+    if plan.spec.layout == "memmap":
+        _one_size(run, plan, shards)
+    return shards, remarks, digests, packed
+
+
+def _one_size(run: Run, plan: Plan, shards: Sequence[FinishedShard]) -> None:
+    """Within a shard the job saw to it; here, between shards."""
+    first: tuple[str, tuple[int, int]] | None = None
+    for shard in shards:
+        row = shard.written.index.samples[0]
+        here = (plan.listing.items[int(row["key"])].path, (int(row["width"]), int(row["height"])))
+        first = first or here
+        if here[1] != first[1]:
+            run.findings.add(sizes_differ(*first, *here))
+            return
+
+
+def heading_of(run: Run, plan: Plan, image_parts: Sequence[str], fingerprint: str) -> Heading:
+    """What the manifest says besides the shards."""
+    recipe = run.recipe
+    options = recipe.source.model_dump(mode="json", exclude_defaults=True, exclude={"kind", "classes"})
+    output = recipe.output.model_dump(mode="json", exclude_none=True)
+    if plan.spec.layout == "tar":
+        output["image_parts"] = list(image_parts)
+    if recipe.split.shares and not plan.listing.has_splits:
+        output["split"] = recipe.split.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return Heading(
+        layout=plan.spec.layout,
+        task=plan.listing.task,
+        classes=list(plan.spec.classes),
+        source=SourceEntry(kind=plan.kind, options=options, fingerprint=fingerprint),
+        transform=None if plan.spec.transform is None else dict(plan.spec.transform.describe()),
+        output=output,
+        created_by=dict(run.versions),
+    )
+
+
+def source_fingerprint(run: Run, plan: Plan) -> str:
+    """The fingerprint that packing would find, from reading the source without decoding it."""
+    digests = Digests(plan.listing)
+    context = Context(plan.spec, plan.source, None, run.versions)
+    tasks: list[Chunk] = chunks(plan.listing.items, 200)
+    for number, array in run.map(digest_chunk, context, tasks, "reading the source"):
+        start = tasks[number].start
+        digests.array[start : start + len(array)] = array
+    return digests.fingerprint()

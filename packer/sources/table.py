@@ -1,0 +1,172 @@
+"""Reads one delimited text file as a stream of text cells: no type guessing, true line numbers, strict decoding.
+
+Quoting is RFC 4180's. Cells are stripped; header names are stripped and lower-cased.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loaders.format import sha256_file
+from packer.sample import PackError
+
+DELIMITERS = (",", ";", "\t", "|")
+MAX_LINE_CHARS = 1 << 24
+_BOMS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark it starts with
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_QUOTED = re.compile(r'"[^"]*"?')
+
+Row = tuple[int, list[str]]
+
+
+@dataclass(slots=True)
+class Table:
+    """One delimited file, opened.
+
+    `header`: names, stripped and lower-cased, or [] where the file has none. `rows`: (line, cells), `line` being the 1-based physical
+    line on which the row starts; rows without any text in them are passed over. It reads the file while it is consumed and raises
+    `PackError` where the file is no such table. `first_line`: the first row's text, shortened, for messages.
+    """
+
+    path: Path
+    header: list[str]
+    rows: Iterator[Row]
+    delimiter: str
+    first_line: str
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of the file's bytes (reads the file)."""
+        return sha256_file(self.path)
+
+
+def read_table(path: Path, name: str, *, encoding: str | None = None, delimiter: str | None = None, header: bool = True) -> Table:
+    """Open a delimited file of any size; it is streamed, one row at a time.
+
+    Args:
+        path: The file.
+        name: What messages call it (its path below the source root).
+        encoding: Of the text. None: UTF-8, or what a byte order mark says (UTF-8, UTF-16, UTF-32).
+        delimiter: One character. None: of comma, semicolon, tab and bar the one that is most often in the first line.
+        header: The first row holds the column names.
+
+    Raises:
+        PackError: the file cannot be read, is not text in this encoding, holds a NUL, a quote that is never closed or a cell over
+            131,072 characters (the `csv` module's limit); from here, or from `rows`.
+    """
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n\0'):
+        raise PackError(f"{name}: delimiter is {delimiter!r}, expected one character such as ',' or ';'")
+    encoding = _encoding(path, name, encoding)
+    first_line = _first_line(path, name, encoding)
+    delimiter = delimiter or _delimiter(first_line)
+    rows: Iterator[Row] = _rows(path, name, encoding, delimiter)
+    names: list[str] = []
+    if header:
+        names = [cell.lower() for cell in next(rows, (0, []))[1]]
+    shown = first_line.strip()
+    return Table(path, names, rows, delimiter, shown if len(shown) <= 200 else shown[:200] + "...")
+
+
+def _encoding(path: Path, name: str, given: str | None) -> str:
+    """The codec's name, with a byte order mark taken care of."""
+    try:
+        with path.open("rb") as f:
+            start = f.read(4)
+    except OSError as e:
+        raise PackError(f"{name}: cannot be read: {e.strerror}") from None
+    if given is None:
+        return next((codec for bom, codec in _BOMS.items() if start.startswith(bom)), "utf-8")
+    try:
+        codec = codecs.lookup(given)
+        "a".encode(given)
+    except (LookupError, TypeError):
+        raise PackError(f"{name}: encoding {given!r} is not known, expected a name such as 'utf-8', 'cp1252' or 'gbk'") from None
+    return "utf-8-sig" if codec.name == "utf-8" else codec.name
+
+
+def _rows(path: Path, name: str, encoding: str, delimiter: str) -> Generator[Row, None, None]:
+    ended = False
+
+    def lines(f: io.TextIOBase) -> Iterator[str]:
+        nonlocal ended
+        number = 0
+        while line := f.readline(MAX_LINE_CHARS):
+            number += 1
+            if len(line) == MAX_LINE_CHARS:
+                raise PackError(f"{name}, line {number}: has over {MAX_LINE_CHARS} characters; is this a text table?")
+            if "\0" in line:
+                raise PackError(f"{name}, line {number}: holds a NUL character; a file in UTF-16 without byte order mark needs {_HOW}")
+            yield line
+        ended = True
+
+    start = 0
+    try:
+        with path.open(encoding=encoding, newline="") as f:
+            reader = csv.reader(lines(f), delimiter=delimiter, skipinitialspace=True)
+            while True:
+                start = reader.line_num + 1
+                row = next(reader, None)
+                if row is None:
+                    return
+                if ended:  # the reader asked for one more line in the middle of this row
+                    raise PackError(f'{name}, line {start}: a quote (") is opened in this row and never closed')
+                cells = [cell.strip() for cell in row]
+                if any(cells):
+                    yield start, cells
+    except UnicodeDecodeError:
+        raise PackError(_bad_byte(path, name, encoding)) from None
+    except csv.Error as e:
+        raise PackError(f'{name}, line {start}: {e}; is a quote (") in this row never closed?') from None
+    except OSError as e:
+        raise PackError(f"{name}: cannot be read: {e.strerror}") from None
+
+
+_HOW = '[source] encoding = "utf-16-le" in a recipe (the name of the file\'s encoding)'
+
+
+def _first_line(path: Path, name: str, encoding: str) -> str:
+    try:
+        with path.open(encoding=encoding, newline="") as f:
+            while line := f.readline(MAX_LINE_CHARS):
+                if line.strip():
+                    return line
+    except UnicodeDecodeError:
+        raise PackError(_bad_byte(path, name, encoding)) from None
+    return ""
+
+
+def _delimiter(line: str) -> str:
+    bare = _QUOTED.sub("", line)
+    return max(DELIMITERS, key=bare.count)
+
+
+def _bad_byte(path: Path, name: str, encoding: str) -> str:
+    """What to say of a file that does not decode: the line and value of the first wrong byte."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    line, wrong = 1, "bytes"
+    with path.open("rb") as f:
+        try:
+            while chunk := f.read(1 << 16):
+                line += newlines.decode(decoder.decode(chunk)).count("\n")
+            decoder.decode(b"", True)
+            wrong = "the last bytes"
+        except UnicodeDecodeError as e:
+            line += newlines.decode(e.object[: e.start].decode(encoding, "ignore"), True).count("\n")
+            wrong = f"byte 0x{e.object[e.start]:02x}"
+    shown = "UTF-8" if encoding.startswith("utf-8") else encoding
+    return (
+        f"{name}, line {line}: {wrong} is not text in {shown}; save the file as UTF-8, or name its encoding in a recipe: "
+        f'[source] encoding = "cp1252" (western Windows), "gbk", ...'
+    )

@@ -1,0 +1,123 @@
+"""The functions that engines run over tasks: pack or check a job, scan annotations, hash sources. Module-level, so that they travel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.engines import Tick
+from packer.job import DIGEST_BYTES, Job, JobResult, SampleFacts, Spec, annotation_digest, make_sample, read_item, run_job
+from packer.records import job_files, job_key, load_record, save_record
+from packer.sample import Finding, Item, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every worker is given once. `partial` is None when nothing is to be written (`pack check`)."""
+
+    spec: Spec
+    source: Source
+    partial: Path | None
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job's result in short; the whole lies in its record. `reused`: it was there already."""
+
+    key: str
+    reused: bool
+    findings: list[Finding]
+
+
+def pack_job(context: Context, job: Job, tick: Tick) -> Done:
+    """Pack one shard into ``.partial/``, unless a record says that it is there."""
+    assert context.partial is not None
+    cv2.setNumThreads(1)  # workers are the parallelism
+    key = job_key(context.spec, context.versions, job)
+    files = job_files(context.partial, context.spec, key)
+    result = load_record(files, reuse=True)
+    reused = result is not None
+    if result is None:
+        result = run_job(context.spec, context.source, job, files.temporary, tick)
+        save_record(files, result)
+    tick(len(job.items))
+    return Done(key, reused, result.findings)
+
+
+def check_job(context: Context, job: Job, tick: Tick) -> JobResult:
+    """Everything that packing would look at, with nothing encoded or written."""
+    cv2.setNumThreads(1)
+    return run_job(context.spec, context.source, job, None, tick)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive items of a listing."""
+
+    start: int
+    items: Sequence[Item]
+
+
+def scan_chunk(context: Context, chunk: Chunk, tick: Tick) -> list[frozenset[str]]:
+    """Class names in the annotation of each item; empty where there is none or it cannot be used (the shard job will say why)."""
+    names: list[frozenset[str]] = []
+    for i, item in enumerate(chunk.items):
+        tick(i)
+        annotation = None if item.refused else context.source.annotate(item, _silent)
+        if annotation is None:
+            names.append(frozenset())
+        else:
+            names.append(frozenset(annotation.labels if annotation.label is None else [annotation.label]))
+    tick(len(chunk.items))
+    return names
+
+
+def digest_chunk(context: Context, chunk: Chunk, tick: Tick) -> NDArray[np.uint8]:
+    """uint8 [len(items), 2, 16]: digests of each item's picture bytes and annotation, as packing records them."""
+    digests = np.zeros((len(chunk.items), 2, DIGEST_BYTES), np.uint8)
+    for i, item in enumerate(chunk.items):
+        tick(i)
+        if item.refused:
+            continue
+        annotation = context.source.annotate(item, _silent)
+        if annotation is not None:
+            digests[i, 1] = np.frombuffer(annotation_digest(annotation), np.uint8)
+        data = read_item(context.source.root, item, context.spec.max_file_bytes, _silent)
+        if data is not None:
+            digests[i, 0] = np.frombuffer(hashlib.sha256(data).digest()[:DIGEST_BYTES], np.uint8)
+    tick(len(chunk.items))
+    return digests
+
+
+def survey(context: Context, keys_and_items: Sequence[tuple[int, Item]]) -> list[tuple[str, int, tuple[int, int]]]:
+    """(source, encoded bytes, (width, height)) of a few samples, made as packing would; those with faults are passed over."""
+    found = []
+    for key, item in keys_and_items:
+        encode = context.spec.layout == "tar"
+        sample = make_sample(context.spec, context.source, key, item, _silent, SampleFacts(), encode=encode)
+        if sample is not None:
+            found.append((sample.source, len(sample.encoded or b""), (sample.width, sample.height)))
+    return found
+
+
+def chunks(items: Sequence[Item], size: int = 2000) -> list[Chunk]:
+    """Cut a listing for `scan_chunk` and `digest_chunk`."""
+    return [Chunk(i, items[i : i + size]) for i in range(0, len(items), size)]
+
+
+def describe_task(task: Any, position: int) -> str:
+    """What a task is on, for messages."""
+    items = task.items
+    return str(items[position].path) if 0 <= position < len(items) else "the end of a shard"
+
+
+def _silent(finding: Finding) -> None:
+    """The job that packs the item reports it."""
