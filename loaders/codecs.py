@@ -17,7 +17,7 @@ Subsampling = Literal["444", "422", "420", "440", "411"]
 
 # libjpeg's own limit; WebP's is in its bit stream.
 MAX_SIDE = {"jpg": 65500, "png": 1_000_000, "webp": 16383}
-# zlib level 3 and libpng's choice among all filters: within 4 % of the size of level 6 on photos and drawings, at twice its speed.
+# zlib level 3 and libpng's choice among all filters: 0.5 to 9 % larger than level 6 on four sets of photos, at two to four times its speed.
 PNG_COMPRESSION = 3
 _JPEG_SAMPLING = {"444": 0x111111, "422": 0x211111, "420": 0x221111, "440": 0x121111, "411": 0x411111}
 

@@ -7,7 +7,6 @@ object in hand. The two differ in a data set made by `PackedDataset.select`.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import threading
 import warnings
@@ -21,9 +20,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from loaders.format import MANIFEST_NAME, FormatError, Layout, Manifest, open_index, read_manifest, sha256_file
+from loaders.format import FormatError, Layout, Task
 from loaders.handles import ProcessCache, max_open_shards
 from loaders.keyed import KeyedRandom
+from loaders.split import Ragged, SplitIndex
 
 SampleDict = dict[str, Any]
 Transform = Callable[[SampleDict, np.random.Generator], SampleDict]
@@ -85,60 +85,29 @@ class PackedDataset(Dataset[SampleDict], ABC):
         self.seed = operator.index(seed)
         self.on_error: OnError = on_error
         self.check_crc = check_crc
-        self._selection: NDArray[np.int64] | None = None
         self._share_epoch(torch.zeros(1, dtype=torch.int64))
-        self._open()
+        self._open(None)
 
-    def _open(self) -> None:
-        manifest = read_manifest(self.root)
-        if manifest.layout != self.layout:
-            other = "loaders.shards.ShardDataset" if manifest.layout == "tar" else "loaders.memmap.MemmapDataset"
-            path, name = self.root / MANIFEST_NAME, type(self).__name__
-            raise FormatError(f"{path}: layout is {manifest.layout!r}, {name} reads {self.layout!r}: use {other}")
-        index = open_index(self.root, manifest, self.split)
-        # Plain arrays over the maps: np.memmap pickles and slices as a class of its own, which costs on every access.
-        self._samples = np.asarray(index.samples)
-        self._boxes = None if index.boxes is None else np.asarray(index.boxes)
-        self._box_labels = None if index.labels is None else np.asarray(index.labels)
-        self._difficult = None if index.difficult is None else np.asarray(index.difficult)
-        self._offsets = None if index.box_offsets is None else np.asarray(index.box_offsets)
-        self.task = manifest.task
-        self.classes = list(manifest.classes)
-        try:
-            self._image_dtype = np.dtype(manifest.fields["image"].dtype)
-        except (KeyError, TypeError) as e:
-            raise FormatError(f"{self.root / MANIFEST_NAME}: fields.image.dtype is missing or no dtype: {e}") from None
-        self._manifest_sha256 = sha256_file(self.root / MANIFEST_NAME)
-        self._read_shard_list(manifest)
+    def _open(self, selection: NDArray[np.int64] | None) -> None:
+        self._index = SplitIndex(self.root, self.split, self.layout, selection)
         self._shards: ProcessCache[Any] = ProcessCache(max_open_shards())
         self._random = KeyedRandom()
         self._local = threading.local()
-        self._reset()
-
-    def _read_shard_list(self, manifest: Manifest) -> None:
-        shards = manifest.splits[self.split].shards
-        self._shard_paths = np.array([s.path.encode() for s in shards], dtype=np.bytes_)
-        self._shard_starts = np.cumsum([0, *(s.num_samples for s in shards)], dtype=np.int64)
-
-    def _reset(self) -> None:
-        """Forget what depends on the selection."""
         self._num_replaced = 0
-        self._labels: NDArray[np.int64] | None = None
-        self._box_offsets: NDArray[np.int64] | None = None
-        self._image_size: tuple[int, int] | Literal["unknown"] | None = "unknown"
-        self._fingerprint: str | None = None
 
     # Pickling: a path and options. The arrays are mapped again on the other side.
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("root", "split", "transform", "seed", "on_error", "check_crc", "_selection", "_epoch", "_manifest_sha256")
-        return {name: self.__dict__[name] for name in names}
+        names = ("root", "split", "transform", "seed", "on_error", "check_crc", "_epoch")
+        index = self._index
+        return {**{name: self.__dict__[name] for name in names}, "selection": index.selection, "manifest_sha256": index.manifest_sha256}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        selection, manifest_sha256 = state.pop("selection"), state.pop("manifest_sha256")
         self.__dict__.update(state)
-        self._share_epoch(state["_epoch"])
-        self._open()
-        if self._manifest_sha256 != state["_manifest_sha256"]:
+        self._share_epoch(self._epoch)
+        self._open(selection)
+        if self._index.manifest_sha256 != manifest_sha256:
             raise FormatError(f"{self.root}: the packed data was replaced while the data set was in use: open it again")
 
     # The epoch lives in shared memory: DataLoader workers with persistent_workers=True would never see a plain attribute change.
@@ -159,44 +128,35 @@ class PackedDataset(Dataset[SampleDict], ABC):
     # What is in it
 
     def __len__(self) -> int:
-        return len(self._samples) if self._selection is None else len(self._selection)
+        return len(self._index)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.root)!r}, split={self.split!r}): {len(self)} samples, {self.task}"
 
     @property
+    def task(self) -> Task:
+        """ "classification", "detection" or "unlabelled"."""
+        return self._index.task
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names; a class id is a position in it."""
+        return self._index.classes
+
+    @property
     def labels(self) -> NDArray[np.int64] | None:
         """Class ids: int64 [N]; detection int64 [M], sample i has rows ``box_offsets[i]:box_offsets[i+1]``; unlabelled None."""
-        if self._labels is None and self.task != "unlabelled":
-            if self.task == "classification":
-                labels = self._samples["label"] if self._selection is None else self._samples["label"][self._selection]
-                self._labels = labels.astype(np.int64)
-            elif self._selection is None:
-                self._labels = self._box_labels
-            else:
-                self._labels = self.gather_ragged(np.arange(len(self)))[1]
-        return self._labels
+        return self._index.labels
 
     @property
     def box_offsets(self) -> NDArray[np.int64] | None:
         """Detection: int64 [N+1], see `labels`; else None."""
-        if self._box_offsets is None and self._offsets is not None:
-            if self._selection is None:
-                self._box_offsets = self._offsets
-            else:
-                counts = self._offsets[self._selection + 1] - self._offsets[self._selection]
-                self._box_offsets = np.concatenate(([0], np.cumsum(counts)))
-        return self._box_offsets
+        return self._index.box_offsets
 
     @property
     def fingerprint(self) -> str:
         """Hex SHA-256 over the manifest, the split and the selection: equal means the same samples under the same indices."""
-        if self._fingerprint is None:
-            digest = hashlib.sha256(f"{self._manifest_sha256} {self.split}".encode())
-            if self._selection is not None:
-                digest.update(self._selection.astype("<i8").tobytes())
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        return self._index.fingerprint
 
     @property
     def num_replaced(self) -> int:
@@ -209,15 +169,9 @@ class PackedDataset(Dataset[SampleDict], ABC):
         `indices`: 0-based ints of this data set (negative ones count from the end, repeats are allowed), or bool [N]. A selected data
         set is pickled with its positions, 8 bytes a sample.
         """
-        chosen = np.asarray(indices)
-        if chosen.dtype == np.bool_:
-            if chosen.shape != (len(self),):
-                raise ValueError(f"a bool selection has shape {chosen.shape}, expected ({len(self)},)")
-            chosen = np.flatnonzero(chosen)
+        index = self._index.select(indices)
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._selection = self._positions(self._checked(chosen))
-        other._reset()
+        other.__dict__.update(self.__dict__, _index=index, _num_replaced=0)
         return other
 
     def meta(self, i: SupportsIndex) -> dict[str, Any]:
@@ -227,7 +181,7 @@ class PackedDataset(Dataset[SampleDict], ABC):
         Raises:
             SampleError: it cannot be read.
         """
-        return self._read_meta(self._position(self._index(i)))
+        return self._read_meta(self._index.position(self._index.index(i)))
 
     # One sample
 
@@ -248,40 +202,28 @@ class PackedDataset(Dataset[SampleDict], ABC):
             IndexError: out of range.
             SampleError: it cannot be read, under ``on_error="raise"`` or when no replacement is good either.
         """
-        index, image = self._with_replacement(self._index(i), lambda j: self._read_image(self._position(j)))
+        index, image = self._with_replacement(self._index.index(i), lambda j: self._read_image(self._index.position(j)))
         return self.finish(index, image, epoch)
 
     def finish(self, index: int, image: NDArray[Any], epoch: int | None = None) -> SampleDict:
         """The second half of `load`: a decoded image [H, W, 3] to a whole, transformed sample. `index` must be in range."""
-        position = self._position(index)
-        sample: SampleDict = {"image": image}
-        if self.task == "classification":
-            sample["label"] = int(self._samples["label"][position])
-        elif self._boxes is not None and self._box_labels is not None and self._difficult is not None and self._offsets is not None:
-            rows = slice(int(self._offsets[position]), int(self._offsets[position + 1]))
-            sample["boxes"] = self._boxes[rows].copy()
-            sample["labels"] = self._box_labels[rows].copy()
-            sample["difficult"] = self._difficult[rows].copy()
-        sample["key"] = int(self._samples["key"][position])
-        sample["index"] = index
+        position = self._index.position(index)
+        key = int(self._index.samples["key"][position])
+        sample: SampleDict = {"image": image, **self._index.annotation(position), "key": key, "index": index}
         if self.transform is None:
             return sample
         epoch = self.epoch if epoch is None else epoch
         sample["image"] = self._private(image)
-        where = f"sample {index} (key {sample['key']:09d}) of {self.root}, split {self.split!r}, epoch {epoch}"
         with self._random.generator(self.seed, epoch, index) as rng:
-            return transformed(self.transform, sample, rng, where)
+            return transformed(
+                self.transform, sample, rng, lambda: f"sample {index} (key {key:09d}) of {self.root}, split {self.split!r}, epoch {epoch}"
+            )
 
     # Many samples: the seam for BatchLoader
 
     def image_size(self) -> tuple[int, int] | None:
         """(h, w) in pixels when all images have one size, else None. Looks at all samples once, vectorised."""
-        if self._image_size == "unknown":
-            rows: Any = slice(None) if self._selection is None else self._selection
-            sizes = [self._samples[name][rows] for name in ("height", "width")]
-            one = len(self) > 0 and all(int(values.min()) == int(values.max()) for values in sizes)
-            self._image_size = (int(sizes[0][0]), int(sizes[1][0])) if one else None
-        return self._image_size
+        return self._index.image_size
 
     def batch_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Per-sample shape and dtype of the fields that `gather` fills.
@@ -291,7 +233,7 @@ class PackedDataset(Dataset[SampleDict], ABC):
         size, int64 = self.image_size(), np.dtype(np.int64)
         fields: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         if size is not None:
-            fields["image"] = ((*size, 3), self._image_dtype)
+            fields["image"] = ((*size, 3), self._index.image_dtype)
         if self.task == "classification":
             fields["label"] = ((), int64)
         return {**fields, "key": ((), int64), "index": ((), int64)}
@@ -310,22 +252,22 @@ class PackedDataset(Dataset[SampleDict], ABC):
             IndexError: an index out of range; nothing was written.
             SampleError: as `load`.
         """
-        used = self._checked(indices)
+        used = self._index.checked(indices)
         count = len(used)
         if "image" in out:
             if len(out["image"]) < count or not out["image"].flags.c_contiguous:
                 raise ValueError(f"out['image'] has shape {out['image'].shape}, expected at least {count} C-contiguous slots")
             self._gather_images(used, out["image"][:count])
-        positions = self._positions(used)
+        positions = self._index.positions(used)
         if "label" in out:
-            out["label"][:count] = self._samples["label"][positions]
+            out["label"][:count] = self._index.samples["label"][positions]
         if "key" in out:
-            out["key"][:count] = self._samples["key"][positions]
+            out["key"][:count] = self._index.samples["key"][positions]
         if "index" in out:
             out["index"][:count] = used
         return used
 
-    def gather_ragged(self, indices: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+    def gather_ragged(self, indices: ArrayLike) -> Ragged:
         """Boxes of several samples by one CSR take: `boxes` float32 [T, 4], `labels` int64 [T], `difficult` uint8 [T], `offsets` int64
         [B+1]: sample j of the batch has rows ``offsets[j]:offsets[j+1]``.
 
@@ -333,53 +275,9 @@ class PackedDataset(Dataset[SampleDict], ABC):
             ValueError: the data set has no boxes.
             IndexError: an index out of range.
         """
-        if self._boxes is None or self._box_labels is None or self._difficult is None or self._offsets is None:
-            raise ValueError(f"{self.root}: task is {self.task!r}: it has no boxes")
-        positions = self._positions(self._checked(indices))
-        starts = self._offsets[positions]
-        offsets = np.zeros(len(positions) + 1, np.int64)
-        np.cumsum(self._offsets[positions + 1] - starts, out=offsets[1:])
-        rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], np.diff(offsets))
-        return self._boxes[rows], self._box_labels[rows], self._difficult[rows], offsets
+        return self._index.ragged(indices)
 
-    # Indices, errors
-
-    def _index(self, i: SupportsIndex) -> int:
-        index, count = operator.index(i), len(self)
-        if not -count <= index < count:
-            raise IndexError(f"index {index} is out of range: split {self.split!r} has {count} samples")
-        return index % count
-
-    def _checked(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """A private int64 [B] copy of `indices`, in range and not negative."""
-        raw = np.asarray(indices)
-        if raw.ndim != 1 or (raw.dtype.kind not in "iu" and raw.size):
-            raise ValueError(f"indices have dtype {raw.dtype} and shape {raw.shape}, expected one dimension of ints")
-        result, count = raw.astype(np.int64), len(self)
-        if result.size:
-            low, high = int(result.min()), int(result.max())
-            if low < -count or high >= count:
-                raise IndexError(f"index {low if low < -count else high} is out of range: split {self.split!r} has {count} samples")
-            if low < 0:
-                result[result < 0] += count
-        return result
-
-    def _position(self, index: int) -> int:
-        return index if self._selection is None else int(self._selection[index])
-
-    def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return indices if self._selection is None else self._selection[indices]
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of the split."""
-        return len(self._shard_paths)
-
-    def _shard_of(self, position: int) -> int:
-        return int(self._shard_starts.searchsorted(position, "right")) - 1
-
-    def _shard_path(self, shard: int) -> Path:
-        return self.root / str(self._shard_paths[shard], "utf-8")
+    # Errors
 
     def _error(self, position: int, reason: object) -> SampleError:
         try:
@@ -389,10 +287,11 @@ class PackedDataset(Dataset[SampleDict], ABC):
         return self._sample_error(position, source, reason)
 
     def _sample_error(self, position: int, source: str, reason: object) -> SampleError:
-        key = int(self._samples["key"][position])
+        key = int(self._index.samples["key"][position])
+        shard = self._index.shard_path(self._index.shard_of(position))
         return SampleError(
-            f"{self._shard_path(self._shard_of(position))}: sample {key:09d} (source {source}): {reason}. `pack verify {self.root}` lists "
-            'everything that is damaged, the `pack build` command that made it repairs it; on_error="replace" goes on with other samples'
+            f"{shard}: sample {key:09d} (source {source}): {reason}. `pack verify {self.root}` lists everything that is damaged, the "
+            '`pack build` command that made it repairs it; on_error="replace" goes on with other samples'
         )
 
     def _with_replacement(self, index: int, read: Callable[[int], T]) -> tuple[int, T]:
@@ -451,8 +350,8 @@ def share_epoch(epoch: torch.Tensor) -> torch.Tensor:
     return epoch
 
 
-def transformed(transform: Transform, sample: SampleDict, rng: np.random.Generator, where: str) -> SampleDict:
-    """`transform(sample, rng)`; an exception in it says where it happened.
+def transformed(transform: Transform, sample: SampleDict, rng: np.random.Generator, where: Callable[[], str]) -> SampleDict:
+    """`transform(sample, rng)`; an exception in it says `where()` it happened.
 
     Raises:
         TypeError: it returned no dict.
@@ -460,10 +359,10 @@ def transformed(transform: Transform, sample: SampleDict, rng: np.random.Generat
     try:
         result = transform(sample, rng)
     except Exception as e:
-        e.add_note(f"in the transform of {where}")
+        e.add_note(f"in the transform of {where()}")
         raise
     if not isinstance(result, dict):
-        raise TypeError(f"the transform of {where} returned {type(result).__name__}, expected the sample dict")
+        raise TypeError(f"the transform of {where()} returned {type(result).__name__}, expected the sample dict")
     return result
 
 
@@ -475,7 +374,7 @@ def to_tensors(sample: SampleDict) -> SampleDict:
 def _tensor(name: str, value: Any) -> Any:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
         return value
-    if not value.flags.writeable or any(stride < 0 for stride in value.strides) or not value.dtype.isnative:
+    if not value.flags.writeable or min(value.strides, default=0) < 0 or not value.dtype.isnative:
         # torch has no negative strides and no read-only tensors: a flipped or borrowed array is copied.
         value = value.astype(value.dtype.newbyteorder("="), copy=True, order="C")
     tensor = torch.from_numpy(value)

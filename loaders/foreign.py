@@ -45,11 +45,12 @@ def expand_sources(source: str | Path | Sequence[str | Path]) -> list[str]:
     Raises:
         ValueError: an entry is a command, or nothing is found.
     """
-    result: list[str] = []
-    for entry in [source] if isinstance(source, str | Path) else source:
-        text = str(entry)
+    entries = [str(source)] if isinstance(source, str | Path) else [str(entry) for entry in source]
+    for text in entries:
         if re.search(r"(^|::)\s*pipe:|\|", text) or text.strip() == "-":
             raise ValueError(f"{text!r}: commands and pipes are not run: give paths, or URLs that fsspec opens (https://, s3://, ...)")
+    result: list[str] = []
+    for text in entries:
         for url in [text] if Path(text).is_file() else braceexpand(text):
             local = "://" not in url and "::" not in url
             found = sorted(glob.glob(url)) if local and glob.has_magic(url) else [url]
@@ -97,9 +98,8 @@ class ForeignTars:
         sample["index"] = index
         if self._transform is None:
             return sample
-        where = f"sample {sample['key']} of {raw['__url__']}, epoch {epoch}"
         with self._random.generator(self._seed, epoch, index) as rng:
-            return transformed(self._transform, sample, rng, where)
+            return transformed(self._transform, sample, rng, lambda: f"sample {raw['__key__']} of {raw['__url__']}, epoch {epoch}")
 
 
 def read_tar(url: str) -> Iterator[RawSample]:
@@ -192,9 +192,7 @@ def decode_parts(raw: RawSample) -> SampleDict:
     parts = {name: data for name, data in raw.items() if not name.startswith("__")}
     for name in parts:
         if name.rpartition(".")[2] in PICKLED_SUFFIXES:
-            raise SampleError(
-                f"{where}: part {name!r} is a pickle, which can run any code when read: refused. Store npy or json"
-            )
+            raise SampleError(f"{where}: part {name!r} is a pickle, which can run any code when read: refused. Store npy or json")
     image = _image_name(parts)
     sample: SampleDict = {"key": raw["__key__"]}
     for name, data in parts.items():

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaders.dataset import OnError, PackedDataset, Transform
-from loaders.format import FormatError, Layout, Manifest, open_array
+from loaders.format import FormatError, Layout, open_array
 
 _META_FILES = ("affine.npy", "original_size.npy", "source.npy")
 
@@ -54,36 +54,31 @@ class MemmapDataset(PackedDataset):
             raise ValueError(f"{root}: check_crc: memmaps have no checksum per sample; `pack verify {root}` compares whole files")
         super().__init__(root, split, transform, seed, on_error)
 
-    def _read_shard_list(self, manifest: Manifest) -> None:
-        super()._read_shard_list(manifest)
-        files = [s.files or {} for s in manifest.splits[self.split].shards]
-        self._image_bytes = np.array([f["image.npy"].num_bytes if "image.npy" in f else -1 for f in files], np.int64)
-
     def _images(self, shard: int) -> _Images:
         """Raises FormatError where the shard cannot be mapped."""
         images: _Images = self._shards.get(shard, lambda: self._open_images(shard))
         return images
 
     def _open_images(self, shard: int) -> _Images:
-        path = self._shard_path(shard) / "image.npy"
+        path = self._index.shard_path(shard) / "image.npy"
         try:
             size = path.stat().st_size
-            if size != self._image_bytes[shard]:
-                raise FormatError(f"{path}: {size} bytes, the manifest says {self._image_bytes[shard]}: it was cut short or replaced")
+            if size != self._index.image_bytes[shard]:
+                raise FormatError(f"{path}: {size} bytes, the manifest says {self._index.image_bytes[shard]}: it was cut short or replaced")
             array = np.asarray(np.load(path, mmap_mode="c", allow_pickle=False))
         except FileNotFoundError:
             raise FormatError(f"{path}: not found") from None
         except (OSError, ValueError, SyntaxError, OverflowError) as e:
             raise e if isinstance(e, FormatError) else FormatError(f"{path}: cannot be mapped: {e}") from None
-        count = int(self._shard_starts[shard + 1] - self._shard_starts[shard])
+        count = len(self._index.shard_range(shard))
         if array.ndim != 4 or array.shape[0] != count or array.shape[3] != 3 or array.dtype not in (np.uint8, np.float16, np.float32):
             raise FormatError(f"{path}: {array.dtype} {array.shape}, expected uint8, float16 or float32 ({count}, height, width, 3)")
         return _Images(array, torch.from_numpy(array.reshape(count, math.prod(array.shape[1:]))))
 
     def _read_image(self, position: int) -> NDArray[Any]:
-        shard = self._shard_of(position)
+        shard = self._index.shard_of(position)
         try:
-            image: NDArray[Any] = self._images(shard).array[position - int(self._shard_starts[shard])]
+            image: NDArray[Any] = self._images(shard).array[position - self._index.shard_range(shard).start]
         except FormatError as e:
             raise self._error(position, e) from None
         return image
@@ -92,8 +87,8 @@ class MemmapDataset(PackedDataset):
         return image.copy()
 
     def _gather_images(self, used: NDArray[np.int64], out: NDArray[Any]) -> None:
-        positions = self._positions(used)
-        shards = self._shard_starts.searchsorted(positions, "right") - 1
+        positions = self._index.positions(used)
+        shards = self._index.shard_starts.searchsorted(positions, "right") - 1
         bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(used)] if len(used) else [0]
         for first, last in pairwise(bounds):
             shard = int(shards[first])
@@ -101,18 +96,18 @@ class MemmapDataset(PackedDataset):
                 images = self._images(shard)
             except FormatError:
                 for j in range(first, last):
-                    used[j], image = self._with_replacement(int(used[j]), lambda i: self._read_image(self._position(i)))
+                    used[j], image = self._with_replacement(int(used[j]), lambda i: self._read_image(self._index.position(i)))
                     out[j] = image
                 continue
             if out.shape[1:] != images.array.shape[1:] or out.dtype != images.array.dtype:
                 expected, found = (images.array.dtype, images.array.shape[1:]), (out.dtype, out.shape[1:])
-                raise ValueError(f"the images of {self._shard_path(shard)} are {expected}, the slots of out['image'] are {found}")
-            rows = torch.from_numpy(positions[first:last] - self._shard_starts[shard])
+                raise ValueError(f"the images of {self._index.shard_path(shard)} are {expected}, the slots of out['image'] are {found}")
+            rows = torch.from_numpy(positions[first:last] - self._index.shard_starts[shard])
             torch.index_select(images.rows, 0, rows, out=torch.from_numpy(out[first:last].reshape(last - first, images.rows.shape[1])))
 
     def _read_meta(self, position: int) -> dict[str, Any]:
-        shard = self._shard_of(position)
-        row = position - int(self._shard_starts[shard])
+        shard = self._index.shard_of(position)
+        row = position - self._index.shard_range(shard).start
         try:
             affine, size, source = self._shards.get((shard, "meta"), lambda: self._open_meta(shard))
             return {
@@ -124,8 +119,8 @@ class MemmapDataset(PackedDataset):
             raise self._sample_error(position, "unknown", e) from None
 
     def _open_meta(self, shard: int) -> tuple[NDArray[Any], ...]:
-        folder = self._shard_path(shard)
-        count = int(self._shard_starts[shard + 1] - self._shard_starts[shard])
+        folder = self._index.shard_path(shard)
+        count = len(self._index.shard_range(shard))
         arrays = tuple(np.asarray(open_array(folder / name)) for name in _META_FILES)
         for name, array, shape in zip(_META_FILES, arrays, ((count, 4), (count, 2), (count,)), strict=True):
             if array.shape != shape:

@@ -38,9 +38,14 @@ class ShardDataset(PackedDataset):
 
     layout: ClassVar[Layout] = "tar"
 
+    @property
+    def num_shards(self) -> int:
+        """Shards of the split."""
+        return self._index.num_shards
+
     def shard_range(self, shard: int) -> range:
-        """Stored positions of a shard's samples (`shard` counts from 0)."""
-        return range(int(self._shard_starts[shard]), int(self._shard_starts[shard + 1]))
+        """Indices of a shard's samples (`shard` counts from 0) in the whole split."""
+        return self._index.shard_range(shard)
 
     def encoded(self, index: int) -> bytes:
         """The stored image file of sample `index` (0-based, in range): JPEG, PNG or WebP.
@@ -48,8 +53,8 @@ class ShardDataset(PackedDataset):
         Raises:
             SampleError: it cannot be read, or `check_crc` finds a difference.
         """
-        position = self._position(index)
-        return bytes(self._read_part(position, self._samples[position], "image"))
+        position = self._index.position(index)
+        return bytes(self._read_part(position, self._index.samples[position], "image"))
 
     def decode(self, index: int, data: bytes) -> NDArray[np.uint8]:
         """What `encoded` gave to uint8 [H, W, 3] RGB.
@@ -57,10 +62,10 @@ class ShardDataset(PackedDataset):
         Raises:
             SampleError: it cannot be decoded, or has another size than the index says.
         """
-        return self._decoded(self._position(index), data, None)
+        return self._decoded(self._index.position(index), data, None)
 
     def _read_image(self, position: int) -> NDArray[Any]:
-        return self._decoded(position, self._read_part(position, self._samples[position], "image"), None)
+        return self._decoded(position, self._read_part(position, self._index.samples[position], "image"), None)
 
     def _decoded(self, position: int, data: bytes | memoryview, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
         part = image_part(data)
@@ -70,7 +75,7 @@ class ShardDataset(PackedDataset):
             image = decode_image(data, part, out)
         except DecodeError as e:
             raise self._error(position, f"the {part} cannot be decoded: {e}") from None
-        row = self._samples[position]
+        row = self._index.samples[position]
         size = (int(row["height"]), int(row["width"]), 3)
         if image.shape != size:
             raise self._error(position, f"the {part} is decoded to (height, width, channels) {image.shape}, the index says {size}")
@@ -85,7 +90,7 @@ class ShardDataset(PackedDataset):
         view = memoryview(buffer)[:size]
         shard = int(row["shard"])
         try:
-            file: OpenFile = self._shards.get(shard, lambda: OpenFile(self._shard_path(shard)))
+            file: OpenFile = self._shards.get(shard, lambda: OpenFile(self._index.shard_path(shard)))
             count = file.read_into(view, offset)
         except (OSError, IndexError, OverflowError) as e:
             raise self._unreadable(position, part, getattr(e, "strerror", None) or str(e)) from None
@@ -102,7 +107,7 @@ class ShardDataset(PackedDataset):
         return self._error(position, reason) if part == "image" else self._sample_error(position, "unknown", reason)
 
     def _read_meta(self, position: int) -> dict[str, Any]:
-        data = bytes(self._read_part(position, self._samples[position], "json"))
+        data = bytes(self._read_part(position, self._index.samples[position], "json"))
         try:
             meta = decode_meta(data)
             affine = tuple(float(v) for v in meta["affine"])
@@ -123,5 +128,5 @@ class ShardDataset(PackedDataset):
             used[j], _ = self._with_replacement(index, partial(self._read_into, out[j]))
 
     def _read_into(self, slot: NDArray[np.uint8], index: int) -> None:
-        position = self._position(index)
-        self._decoded(position, self._read_part(position, self._samples[position], "image"), slot)
+        position = self._index.position(index)
+        self._decoded(position, self._read_part(position, self._index.samples[position], "image"), slot)

@@ -15,11 +15,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.codecs import ImagePart, encode_image
+from loaders.codecs import EncodeError, ImagePart, encode_image
 from loaders.format import Layout, Task
 from packer.boxes import Picture, place_boxes
 from packer.images import Decoded, ImageError, ImageInfo, check, decode, probe, reset_orientation, upright
 from packer.sample import Annotation, Finding, Item, Report, Sample, Source, Transform, WrittenShard
+from packer.transforms import TransformError
 from packer.writers import open_writer
 
 Boxes = NDArray[np.float64]
@@ -175,6 +176,9 @@ def make_sample(spec: Spec, source: Source, key: int, item: Item, report: Report
     if annotation is not None and unknown:
         names = ", ".join(map(repr, unknown[:5]))
         report(Finding("skip", "unknown-class", annotation.path, f"class {names} is not one of the given classes", sample=item.path))
+    if info.frames > 1:
+        message = f"holds {info.frames} frames or pages; the first one is taken"
+        report(Finding("warning", "many-frames", item.path, message, sample=item.path))
     picture = Picture(item.path, info.width, info.height, info.orientation)
     placed = None
     if annotation is not None:
@@ -183,8 +187,8 @@ def make_sample(spec: Spec, source: Source, key: int, item: Item, report: Report
     try:
         boxes = np.zeros((0, 4)) if placed is None else placed.boxes
         sample, stored_boxes = _pixels(spec, key, item, data, info, turn, boxes, facts, encode)
-    except ImageError as e:
-        refuse(e.code, str(e))
+    except (ImageError, TransformError, EncodeError) as e:
+        refuse(getattr(e, "code", "not-encodable"), str(e))
         return None
     if annotation is None or placed is None or unknown:
         return None
@@ -240,7 +244,7 @@ def _pixels(
     facts.remarks.parts = {part: 1}
     if spec.layout == "tar" and spec.transform is None and info.verbatim and not rotate and _keeps_bytes(spec, info):
         check(data, info)
-        sample.encoded = data if info.orientation == 1 else reset_orientation(data, info)
+        sample.encoded = reset_orientation(data, info)
         return sample, boxes
     decoded = decode(data, info, pixel_range=spec.pixel_range)
     _remark_depth(decoded, facts.remarks)

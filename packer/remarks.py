@@ -43,8 +43,7 @@ def _equal_rows(rows: NDArray[np.uint8]) -> Iterator[list[int]]:
 
 def remark_findings(listing: Listing, kind: str, source: Source, spec: Spec, remarks: Remarks) -> Iterator[Finding]:
     """Warnings about the data set as a whole."""
-    origin = getattr(source, "origin", None)
-    if kind == "voc" and origin == 0 and remarks.lowest == 1 and remarks.num_at_edge:
+    if kind == "voc" and source.options.get("origin", 0) == 0 and remarks.lowest == 1 and remarks.num_at_edge:
         yield Finding(
             "warning",
             "origin-mismatch",

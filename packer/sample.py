@@ -149,6 +149,8 @@ class Source(Protocol):
 
     kind: str
     root: Path
+    options: dict[str, Any]
+    """The options that were given and are not the defaults, as JSON values."""
 
     def list(self, report: Report) -> Listing:
         """List every picture once, without opening any. Called once, in the main process, before `annotate`."""

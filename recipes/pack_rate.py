@@ -9,9 +9,10 @@ Two workloads, each measured against its loop, round by round in turn, so that a
     resize   pack build --resize 640 --mode letterbox --image jpg  loop: read, decode, letterbox, `encode_image` at quality 90
 
 What is timed. A build is a whole command, from its start to its exit: it lists, parses XML, hashes, writes, syncs and renames. Its
-start-up is taken out by a second build of the first few pictures only (a tree of links): rate = (N - n) / (T_N - T_n). A loop is timed
-in processes that are already running, from the first picture to the last; it reads no XML, hashes and writes nothing, and the pictures'
-headers were probed before. Both find the files in the page cache. Memory is VmHWM of each process of the build, read 20 times a second.
+start-up is taken out by builds of the first few pictures only (a tree of links), one before and one after it: rate = (N - n) / (T_N - T_n),
+where T_n is the shortest of all rounds, so that a slow start never flatters a build. A loop is timed in processes that are already
+running, from the first picture to the last; it reads no XML, hashes and writes nothing, and the pictures' headers were probed before.
+Both find the files in the page cache. Memory is VmHWM of each process of the build, read 20 times a second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -59,12 +59,22 @@ class Peaks:
 
 
 @dataclass
-class Rates:
-    """Pictures per second, one entry a round."""
+class Measured:
+    """One workload: seconds of whole builds and of builds of the first few pictures, pictures per second of the loop; a round each."""
 
-    build: list[float] = field(default_factory=list)
+    num: int
+    num_few: int
+    whole_s: list[float] = field(default_factory=list)
+    few_s: list[float] = field(default_factory=list)
     loop: list[float] = field(default_factory=list)
     peaks: Peaks = field(default_factory=Peaks)
+
+    def build(self) -> list[float]:
+        """Pictures per second of the builds, start-up taken out."""
+        start_up = min(self.few_s)
+        if min(self.whole_s) <= start_up:
+            raise ValueError(f"building {self.num} pictures took no longer than building {self.num_few}: take more (--num)")
+        return [(self.num - self.num_few) / (whole - start_up) for whole in self.whole_s]
 
 
 def loop_keep(task: Task) -> int:
@@ -158,7 +168,7 @@ def link_first(source: Path, target: Path, num: int) -> None:
     (target / "train_val_test_split.csv").write_text("\n".join(kept) + "\n", "utf-8")
 
 
-def measure(source: Path, scratch: Path, workers: int, rounds: int) -> dict[str, Rates]:
+def measure(source: Path, scratch: Path, workers: int, rounds: int) -> dict[str, Measured]:
     """All rounds of both workloads over the pictures of `source`."""
     tasks: list[Task] = []
     for path in sorted((source / "images").glob("*.jpg")):
@@ -167,27 +177,32 @@ def measure(source: Path, scratch: Path, workers: int, rounds: int) -> dict[str,
     if len(tasks) < 10 * few:
         raise ValueError(f"{source}: {len(tasks)} pictures, expected at least {10 * few} for {workers} workers")
     link_first(source, scratch / "few", few)
-    results = {name: Rates() for name in WORKLOADS}
+    results = {name: Measured(len(tasks), few) for name in WORKLOADS}
     for number in range(rounds):
         for name, flags in WORKLOADS.items():
-            rates = results[name]
-            short = build_seconds(scratch / "few", scratch / "out", flags, workers, Peaks())
-            whole = build_seconds(source, scratch / "out", flags, workers, rates.peaks)
-            rates.build.append((len(tasks) - few) / (whole - short))
-            rates.loop.append(loop_rate(name, tasks, workers))
-            rate = f"{rates.build[-1]:.0f}/s; loop {rates.loop[-1]:.0f}/s"
-            print(f"round {number}, {name}: build {whole:.1f} s (start-up {short:.1f} s), {rate}", flush=True)
+            m = results[name]
+            m.few_s.append(build_seconds(scratch / "few", scratch / "out", flags, workers, Peaks()))
+            m.whole_s.append(build_seconds(source, scratch / "out", flags, workers, m.peaks))
+            m.few_s.append(build_seconds(scratch / "few", scratch / "out", flags, workers, Peaks()))
+            m.loop.append(loop_rate(name, tasks, workers))
+            start_up = " and ".join(f"{s:.1f}" for s in m.few_s[-2:])
+            print(f"round {number}, {name}: build {m.whole_s[-1]:.1f} s, start-up {start_up} s, loop {m.loop[-1]:.0f} img/s", flush=True)
     return results
 
 
-def show(results: dict[str, Rates]) -> None:
+def show(results: dict[str, Measured]) -> None:
     table = Table("workload", "build, img/s", "loop, img/s", "build / loop", "lowest to highest", "peak MB, main", "peak MB, worker")
-    for name, rates in results.items():
-        ratios = [b / a for b, a in zip(rates.build, rates.loop, strict=True)]
-        cells: list[Any] = [statistics.median(rates.build), statistics.median(rates.loop), statistics.median(ratios)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    for name, m in results.items():
+        builds = m.build()
+        ratios = [build / loop for build, loop in zip(builds, m.loop, strict=True)]
         table.add_row(
-            name, f"{cells[0]:.0f}", f"{cells[1]:.0f}", f"{cells[2]:.2f}", spread, f"{rates.peaks.main:.0f}", f"{rates.peaks.worker:.0f}"
+            name,
+            f"{statistics.median(builds):.0f}",
+            f"{statistics.median(m.loop):.0f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{m.peaks.main:.0f}",
+            f"{m.peaks.worker:.0f}",
         )
     Console(width=120).print(table)
 
@@ -206,11 +221,10 @@ def main() -> int:
         try:
             if args.data is None:
                 make(source, Options(args.num, (1600, 1200)), args.workers)
-            results = measure(source, scratch, args.workers, args.rounds)
+            show(measure(source, scratch, args.workers, args.rounds))
         except (ValueError, RuntimeError) as e:
             print(f"pack_rate: {e}", file=sys.stderr)
             return 1
-    show(results)
     return 0
 
 

@@ -60,7 +60,12 @@ def webp_with_exif(webp: bytes, block: bytes, width: int, height: int) -> bytes:
 
 
 def tiff_of(
-    values: NDArray[Any], *, order: str = "<", photometric: int | None = None, sample_format: int = 1, tags: dict[int, int] | None = None
+    values: NDArray[Any],
+    *,
+    order: Literal["<", ">"] = "<",
+    photometric: int | None = None,
+    sample_format: int = 1,
+    tags: dict[int, int] | None = None,
 ) -> bytes:
     """An uncompressed TIFF of values [H, W] or [H, W, C] (C planes when `tags` says 284: 2), any integer or float dtype."""
     tags = tags or {}

@@ -270,14 +270,18 @@ def test_a_forked_child_raises_instead_of_waiting() -> None:
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("sys.exit(5)", 5), ("os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", 130), ("raise ValueError", 1)],
+    [
+        ("sys.exit(5)", 5),
+        ("threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); list(items)", 130),
+        ("raise ValueError", 1),
+    ],
 )
 def test_the_process_ends_with_an_iterator_open(ending: str, status: int) -> None:
     code = f"""
         import os, signal, sys, threading, time
         from loaders.engine import Ordered
 
-        items = Ordered(lambda n: n, 1000, 3, 5)
+        items = Ordered(lambda n: time.sleep(0.05), 10000, 3, 5)
         try:
             next(items)
             {ending}

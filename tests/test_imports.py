@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "packer.sources": ("packer.sample", "packer.sources", "loaders.format"),
     "packer.transforms": ("packer.sample", "loaders.format"),
     "packer.writers": ("packer.sample", "packer.writers", *READ_SIDE),
-    "packer.engines": ("packer.sample", "packer.engines", "packer.job"),  # job: named for preloading in workers
+    "packer.engines": ("packer.sample", "packer.engines", "packer.work"),  # work: named, for preloading in workers
     "packer.verify": ("packer", "loaders"),
     "packer.report": ("packer", "loaders"),
     "packer.bench": ("packer", "loaders"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,9 @@ def welding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(script: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, RECIPES / script, *map(str, args)], capture_output=True, text=True, timeout=120)
+    # One thread: torch's pool spins when the cores are busy with other tests.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, RECIPES / script, *map(str, args)], capture_output=True, text=True, timeout=120, env=env)
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -186,29 +189,29 @@ def test_welding_set_draws_no_finding(welding: ModuleType, tmp_path: Path) -> No
 @pytest.mark.parametrize("layout", ["tar", "memmap"])
 def test_demo_and_training_run_on_packed_data(welding: ModuleType, tmp_path: Path, layout: str) -> None:
     welding.make(tmp_path / "raw", welding.Options(num=24, size=(320, 240)))
-    flags = ["--recipe", RECIPES / "welding_v2.toml", "--format", layout, "--resize", "256", "--mode", "letterbox"]
+    flags = ["--recipe", RECIPES / "welding_v2.toml", "--format", layout, "--resize", "160", "--mode", "letterbox"]
     built = pack("build", *flags, tmp_path / "raw", tmp_path / "out")
     assert built.returncode == 0, built.stderr
     shown = run("demo.py", tmp_path / "out", "--batches", 2)
     assert shown.returncode == 0, shown.stderr
     assert f"layout {layout}; test 4, train 16, val 4" in shown.stdout
-    assert "batch 1 of 2: image uint8 [8, 3, 256, 256]" in shown.stdout
-    trained = run("train_detection.py", "--data", tmp_path / "out", "--epochs", 4, "--batch-size", 4)
+    assert "batch 1 of 2: image uint8 [8, 3, 160, 160]" in shown.stdout
+    trained = run("train_detection.py", "--data", tmp_path / "out", "--epochs", 3, "--batch-size", 4, "--max-steps", 10)
     assert trained.returncode == 0, trained.stderr
-    means = [float(value) for value in re.findall(r"loss (\d+\.\d+), 4 steps", trained.stdout)]
-    assert len(means) == 4
-    assert means[-1] < means[0]
-    cut = run("train_detection.py", "--data", tmp_path / "out", "--batch-size", 4, "--max-steps", 2)
-    assert "2 steps" in cut.stdout
+    epochs = re.findall(r"loss (\d+\.\d+), (\d) steps", trained.stdout)
+    assert [int(steps) for _, steps in epochs] == [4, 4, 2]
+    assert float(epochs[1][0]) < float(epochs[0][0])
 
 
-@pytest.mark.parametrize("script", ["demo.py", "train_detection.py"])
-def test_reading_recipes_say_what_is_no_packed_data(tmp_path: Path, script: str) -> None:
-    args = [tmp_path] if script == "demo.py" else ["--data", tmp_path]
-    done = run(script, *args)
-    assert done.returncode == 1
-    assert str(tmp_path / "manifest.json") in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("script", ["demo", "train_detection"])
+def test_reading_recipes_say_what_is_no_packed_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    args = [str(tmp_path)] if script == "demo" else ["--data", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [script, *args])
+    assert importlib.import_module(script).main() == 1
+    assert f"{script}: {tmp_path / 'manifest.json'}: not found" in capsys.readouterr().err
 
 
 @pytest.mark.slow

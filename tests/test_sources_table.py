@@ -134,7 +134,7 @@ def test_an_empty_file_has_no_header_and_no_rows(tmp_path: Path) -> None:
 
 def test_what_is_no_readable_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "gone.csv"):
-        with pytest.raises(PackError, match="t.csv: cannot be read"):
+        with pytest.raises(PackError, match=r"t\.csv: cannot be read"):
             read_table(path, "t.csv")
 
 

@@ -192,7 +192,9 @@ class _Finder:
 
     def missing(self, role: str, expected: str) -> PackError:
         line = f"its first line is {self.table.first_line!r}" if self.table.first_line else "the file is empty"
-        hint = "; without a header line, say header = false and give columns by number" if self.table.header else ""
+        hint = (
+            "; without a header line, say header = false and give columns by number, columns = {path = 0, ...}" if self.table.header else ""
+        )
         return PackError(f"{self.name}: no column for {role}: {line}; {expected}{hint}")
 
     def column(self, role: str, ref: str | int) -> int:

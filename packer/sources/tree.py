@@ -50,7 +50,7 @@ class Tree:
     """What lies below a root; every list is sorted by path.
 
     `pictures` and `others`: files by suffix; refused ones stand only among the pictures. `folders`: without the root. `num_files`:
-    regular files seen, those of ignored folders included; `num_ignored`: of these, the ones that a rule passes over.
+    regular files and refused pictures seen, those of ignored folders included; `num_ignored`: of these, the ones that a rule passes over.
     """
 
     pictures: list[File] = field(default_factory=list)
@@ -207,6 +207,7 @@ class _Walk:
         self._say("skip" if picture else "warning", code, shown, message, sample=shown)
         if picture and _is_utf8(path):
             self._tree.pictures.append(File(path, 0, 0, refused=True))
+            self._tree.num_files += 1
 
     def _twins(self, prefix: str, names: list[str]) -> None:
         for group in case_twins(names):

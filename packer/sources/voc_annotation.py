@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -136,21 +135,24 @@ class _Speaker:
 
     def __init__(self, path: str, sample: str, report: Report) -> None:
         self.path, self.sample, self._report = path, sample, report
-        self._faults: dict[str, list[tuple[int, str]]] = {}
+        self._faults: dict[str, tuple[str, list[int]]] = {}
 
-    def say(self, level: Level, code: str, message: str, numbers: Iterable[int] = ()) -> None:
-        numbers = list(numbers)
-        first = numbers[0] if numbers else None
-        self._report(Finding(level, code, self.path, message, sample=self.sample, object=first, count=max(len(numbers), 1)))
+    def say(self, level: Level, code: str, message: str) -> None:
+        self._report(Finding(level, code, self.path, message, sample=self.sample))
 
     def fault(self, code: str, number: int, message: str) -> None:
-        self._faults.setdefault(code, []).append((number, message))
+        """Note a fault of the object `number`; the first message of a code is the one that is told."""
+        numbers = self._faults.setdefault(code, (message, []))[1]
+        if number not in numbers[-1:]:
+            numbers.append(number)
 
     def flush(self) -> bool:
-        """True when one of the faults leaves the sample out."""
-        for code, faults in self._faults.items():
-            numbers = sorted({number for number, _ in faults})
-            more = f" (also objects {', '.join(map(str, numbers[1:6]))}{', ...' if len(numbers) > 6 else ''})" if numbers[1:] else ""
+        """Report the faults. True when one of them leaves the sample out."""
+        refused = False
+        for code, (message, numbers) in self._faults.items():
             level: Level = "warning" if code == "origin-mismatch" else "skip"
-            self.say(level, code, f"object {faults[0][0]}: {faults[0][1]}{more}", numbers)
-        return any(code != "origin-mismatch" for code in self._faults)
+            refused |= level == "skip"
+            more = f" (also objects {', '.join(map(str, numbers[1:6]))}{', ...' if len(numbers) > 6 else ''})" if numbers[1:] else ""
+            message = f"object {numbers[0]}: {message}{more}"
+            self._report(Finding(level, code, self.path, message, sample=self.sample, object=numbers[0], count=len(numbers)))
+        return refused

@@ -6,7 +6,6 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 from packer.sample import Finding, PackError, Report
 from packer.sources.tree import File, Tree
@@ -83,13 +82,12 @@ def find_layout(tree: Tree, xml: list[File], images: str | None, annotations: st
 
 
 def _by_option(key: str, value: str, tree: Tree) -> str:
-    folder = str(PurePosixPath(value))
-    if folder == ".":
+    if value == ".":
         return ""
-    if folder not in tree.folders:
+    if value not in tree.folders:
         top = ", ".join(f for f in tree.folders if "/" not in f) or "none"
         raise PackError(f"[source] {key} = {value!r}: no such folder below the root; its folders are: {top}")
-    return folder
+    return value
 
 
 def _by_name(key: str, names: tuple[str, ...], tree: Tree, files: list[File]) -> str | None:

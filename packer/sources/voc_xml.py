@@ -13,6 +13,8 @@ from typing import NoReturn
 from xml.parsers import expat
 
 MAX_XML_BYTES = 1 << 24
+MAX_OBJECTS = 100_000
+MAX_DEPTH = 200
 MAX_QUOTED = 80
 _DECLARATION = re.compile(rb"""<\?xml\s[^>]{0,200}?\bencoding\s*=\s*["']([A-Za-z][A-Za-z0-9._:-]{0,40})["']""")
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
@@ -37,8 +39,11 @@ class XmlFault(Exception):
 
 @dataclass(slots=True)
 class VocObject:
-    """Direct children of an ``<object>`` by local name, as text. `box`: the children of its ``<bndbox>``, None without one.
-    `repeated`: a child that stands there twice; `shape`: another kind of shape that is there."""
+    """Direct children of an ``<object>`` by local name, as text.
+
+    `box`: the children of its ``<bndbox>``, None without one. `repeated`: a child that stands there twice; `shape`: another kind of
+    shape that is there.
+    """
 
     texts: dict[str, str] = field(default_factory=dict)
     box: dict[str, str] | None = None
@@ -68,7 +73,7 @@ def text_codec(name: str) -> str:
     """
     try:
         codec = codecs.lookup(name).name
-        b"".decode(codec)
+        "a".encode(codec)  # refuses codecs that are not for text
     except (LookupError, ValueError):
         codec = "undefined"
     if codec.replace("_", "-") in _NO_TEXT:
@@ -129,7 +134,8 @@ def parse_voc(text: str) -> VocDocument:
     """Find the elements of a VOC annotation, by local name and in any order.
 
     Raises:
-        XmlFault: `bad-xml` (not well-formed), `unsafe-xml` (declares entities), `not-voc` (another root element).
+        XmlFault: `bad-xml` (not well-formed, or nested deeper than `MAX_DEPTH`), `unsafe-xml` (declares entities), `not-voc` (another
+            root element), `file-too-large` (over `MAX_OBJECTS` objects).
     """
     reader = _Reader()
     parser = expat.ParserCreate()
@@ -195,6 +201,8 @@ class _Reader:
         self._leaf = depth
         self.text.clear()
         if depth > 3 or (depth == 3 and self._object is None):
+            if depth > MAX_DEPTH:
+                raise XmlFault("bad-xml", f"elements are nested over {MAX_DEPTH} deep")
             return
         name = tag.rpartition(":")[2]
         if depth == 1:
@@ -202,6 +210,8 @@ class _Reader:
                 raise XmlFault("not-voc", f"the root element is <{name[:MAX_QUOTED]}>, a Pascal VOC file has <annotation>")
         elif depth == 2:
             if name == "object":
+                if len(self.document.objects) == MAX_OBJECTS:
+                    raise XmlFault("file-too-large", f"has over {MAX_OBJECTS} objects")
                 self._object = VocObject()
                 self.document.objects.append(self._object)
             elif name == "size" and self.document.size is None:

@@ -1,0 +1,179 @@
+"""The numbers of one split: which samples, where they are stored, their labels and boxes. Reads manifest and index, no shard.
+
+*Position* is a sample's place in the stored split; *index* is its place in the selection at hand. They differ after `SplitIndex.select`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loaders.format import MANIFEST_NAME, FormatError, Layout, ShardEntry, open_index, read_manifest, sha256_file
+
+Ragged = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
+
+
+class SplitIndex:
+    """One split of a packed folder, or a selection of it. Numpy arrays only, mapped: opened in O(1) for any number of samples.
+
+    `samples`: `SAMPLE_DTYPE` rows by position; `boxes` float32 [M, 4], `box_labels` int64 [M], `difficult` uint8 [M] and `offsets` int64
+    by position (detection, else None); `shard_starts` int64 [shards + 1]: position of each shard's first sample.
+
+    Raises:
+        FormatError: no packed data set of this layout, or no such split.
+    """
+
+    def __init__(self, root: Path, split: str, layout: Layout, selection: NDArray[np.int64] | None = None) -> None:
+        path = root / MANIFEST_NAME
+        manifest = read_manifest(root)
+        if manifest.layout != layout:
+            reader = "loaders.shards.ShardDataset" if manifest.layout == "tar" else "loaders.memmap.MemmapDataset"
+            raise FormatError(f"{path}: layout is {manifest.layout!r}, expected {layout!r}: use {reader}")
+        index = open_index(root, manifest, split)
+        self.root, self.split, self.task, self.classes = root, split, manifest.task, list(manifest.classes)
+        self.manifest_sha256 = sha256_file(path)
+        self.selection = selection
+        try:
+            self.image_dtype = np.dtype(manifest.fields["image"].dtype)
+        except (KeyError, TypeError) as e:
+            raise FormatError(f"{path}: fields.image.dtype is missing or no dtype: {e}") from None
+        # Plain arrays over the maps: slicing an np.memmap makes another one, which costs on every access.
+        self.samples = np.asarray(index.samples)
+        self.boxes = None if index.boxes is None else np.asarray(index.boxes)
+        self.box_labels = None if index.labels is None else np.asarray(index.labels)
+        self.difficult = None if index.difficult is None else np.asarray(index.difficult)
+        self.offsets = None if index.box_offsets is None else np.asarray(index.box_offsets)
+        shards = manifest.splits[split].shards
+        self.shard_starts = np.cumsum([0, *(s.num_samples for s in shards)], dtype=np.int64)
+        self.image_bytes = np.array([_image_bytes(s) for s in shards], np.int64)
+        self._shard_paths = np.array([s.path.encode() for s in shards], np.bytes_)
+
+    def __len__(self) -> int:
+        return len(self.samples) if self.selection is None else len(self.selection)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shard_paths)
+
+    def select(self, indices: ArrayLike) -> SplitIndex:
+        """The samples `indices` (ints, or bool [N]) in that order, numbered anew; the arrays are shared."""
+        chosen = np.asarray(indices)
+        if chosen.dtype == np.bool_:
+            if chosen.shape != (len(self),):
+                raise ValueError(f"a bool selection has shape {chosen.shape}, expected ({len(self)},)")
+            chosen = np.flatnonzero(chosen)
+        other = object.__new__(SplitIndex)
+        derived = ("labels", "box_offsets", "image_size", "fingerprint")
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in derived})
+        other.selection = self.positions(self.checked(chosen))
+        return other
+
+    # Indices to positions to shards
+
+    def index(self, i: SupportsIndex) -> int:
+        """One index, in range and not negative, or IndexError."""
+        index, count = operator.index(i), len(self)
+        if not -count <= index < count:
+            raise IndexError(f"index {index} is out of range: split {self.split!r} has {count} samples")
+        return index % count
+
+    def checked(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """A private int64 [B] copy of `indices`, in range and not negative; IndexError, or ValueError for anything but ints [B]."""
+        raw = np.asarray(indices)
+        if raw.ndim != 1 or (raw.dtype.kind not in "iu" and raw.size):
+            raise ValueError(f"indices have dtype {raw.dtype} and shape {raw.shape}, expected one dimension of ints")
+        result, count = raw.astype(np.int64), len(self)
+        if result.size:
+            low, high = int(result.min()), int(result.max())
+            if low < -count or high >= count:
+                raise IndexError(f"index {low if low < -count else high} is out of range: split {self.split!r} has {count} samples")
+            if low < 0:
+                result[result < 0] += count
+        return result
+
+    def position(self, index: int) -> int:
+        return index if self.selection is None else int(self.selection[index])
+
+    def positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return indices if self.selection is None else self.selection[indices]
+
+    def shard_of(self, position: int) -> int:
+        return int(self.shard_starts.searchsorted(position, "right")) - 1
+
+    def shard_range(self, shard: int) -> range:
+        """Positions of a shard's samples (`shard` counts from 0)."""
+        return range(int(self.shard_starts[shard]), int(self.shard_starts[shard + 1]))
+
+    def shard_path(self, shard: int) -> Path:
+        return self.root / str(self._shard_paths[shard], "utf-8")
+
+    # Columns; each is worked out once, when first asked for
+
+    def _column(self, name: str) -> NDArray[Any]:
+        column = self.samples[name]
+        return column if self.selection is None else column[self.selection]
+
+    @cached_property
+    def labels(self) -> NDArray[np.int64] | None:
+        """Int64 [N]; detection [M], see `box_offsets`; unlabelled None."""
+        if self.task == "classification":
+            return self._column("label").astype(np.int64)
+        if self.selection is None or self.task == "unlabelled":
+            return self.box_labels
+        return self.ragged(np.arange(len(self)))[1]
+
+    @cached_property
+    def box_offsets(self) -> NDArray[np.int64] | None:
+        """Int64 [N+1]: sample i has the boxes ``box_offsets[i]:box_offsets[i+1]``; None without boxes."""
+        if self.selection is None or self.offsets is None:
+            return self.offsets
+        counts = self.offsets[self.selection + 1] - self.offsets[self.selection]
+        return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+
+    @cached_property
+    def image_size(self) -> tuple[int, int] | None:
+        """(h, w) when all images have one size, else None."""
+        sizes = [self._column(name) for name in ("height", "width")]
+        if len(self) == 0 or any(int(values.min()) != int(values.max()) for values in sizes):
+            return None
+        return int(sizes[0][0]), int(sizes[1][0])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 over manifest, split and selection."""
+        digest = hashlib.sha256(f"{self.manifest_sha256} {self.split}".encode())
+        if self.selection is not None:
+            digest.update(self.selection.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def annotation(self, position: int) -> dict[str, Any]:
+        """`label` int, or private `boxes` [N, 4], `labels` [N], `difficult` [N] of one sample; empty when unlabelled."""
+        if self.task == "classification":
+            return {"label": int(self.samples["label"][position])}
+        if self.boxes is None or self.box_labels is None or self.difficult is None or self.offsets is None:
+            return {}
+        rows = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
+        return {"boxes": self.boxes[rows].copy(), "labels": self.box_labels[rows].copy(), "difficult": self.difficult[rows].copy()}
+
+    def ragged(self, indices: ArrayLike) -> Ragged:
+        """Boxes of several samples by one CSR take, see `PackedDataset.gather_ragged`."""
+        if self.boxes is None or self.box_labels is None or self.difficult is None or self.offsets is None:
+            raise ValueError(f"{self.root}: task is {self.task!r}: it has no boxes")
+        positions = self.positions(self.checked(indices))
+        starts = self.offsets[positions]
+        offsets = np.zeros(len(positions) + 1, np.int64)
+        np.cumsum(self.offsets[positions + 1] - starts, out=offsets[1:])
+        rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], np.diff(offsets))
+        return self.boxes[rows], self.box_labels[rows], self.difficult[rows], offsets
+
+
+def _image_bytes(shard: ShardEntry) -> int:
+    """Bytes that a memmap shard's images have on disk; -1 where the manifest does not say."""
+    entry = (shard.files or {}).get("image.npy")
+    return -1 if entry is None else entry.num_bytes

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+from voc_data import put, put_pair, voc_object, voc_xml
+
+from packer.sample import PackError
+from packer.sources import KINDS, detect, open_source
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_keeps_its_name_and_options(tmp_path: Path, kind: str) -> None:
+    source = open_source(kind, tmp_path, {}, ["b", "a"])
+    assert (source.kind, source.root) == (kind, tmp_path)
+    module, name = KINDS[kind]
+    assert type(source) is getattr(importlib.import_module(module), name)
+
+
+def test_wrong_options_are_all_named(tmp_path: Path) -> None:
+    with pytest.raises(PackError) as e:
+        open_source("voc", tmp_path, {"origin": 2, "images": "../up", "annotations": "/abs", "encoding": "hex", "orign": 1}, None)
+    message = str(e.value)
+    for part in (
+        "[source] origin",
+        "[source] images",
+        "'../up'",
+        "[source] annotations",
+        "'/abs'",
+        "'hex'",
+        "[source] orign: unknown key",
+        "split_file",
+    ):
+        assert part in message
+    assert message.startswith("5 wrong")
+    with pytest.raises(PackError, match="kind 'folder' has: no keys"):
+        open_source("folder", tmp_path, {"origin": 1}, None)
+
+
+def test_unknown_kind_and_wrong_root(tmp_path: Path) -> None:
+    with pytest.raises(PackError, match="expected one of folder, voc, csv"):
+        open_source("coc", tmp_path, {}, None)
+    with pytest.raises(PackError, match="no such folder"):
+        open_source("folder", tmp_path / "gone", {}, None)
+    put(tmp_path, "file")
+    with pytest.raises(PackError, match="is a file"):
+        detect(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("images", "annotations", "name"),
+    [
+        ("images", "annotations", "w"),
+        ("images", "annotations", "lot1/deep/w"),
+        (".", ".", "w"),
+        ("data", "data", "w"),
+        ("JPEGImages", "Annotations", "w"),
+    ],
+)
+def test_voc_is_detected_by_the_root_element(tmp_path: Path, images: str, annotations: str, name: str) -> None:
+    put_pair(tmp_path, name, voc_xml(voc_object()), images, annotations)
+    put(tmp_path, "boxes.csv", "image,x1,y1,x2,y2,class\n")
+    kind, why = detect(tmp_path)
+    assert kind == "voc"
+    assert os.path.normpath(f"{annotations}/{name}.xml") in why
+
+
+def test_an_xml_of_another_kind_is_no_voc(tmp_path: Path) -> None:
+    put_pair(tmp_path, "w", "<annotations/>", "crack", "crack")
+    assert detect(tmp_path)[0] == "folder"
+
+
+def test_a_voc_file_among_others_is_seen(tmp_path: Path) -> None:
+    put_pair(tmp_path, "a", b"")
+    put_pair(tmp_path, "b", "<annotations/>")
+    put_pair(tmp_path, "c")
+    assert detect(tmp_path)[0] == "voc"
+
+
+def test_csv_is_detected_by_its_columns(tmp_path: Path) -> None:
+    put(tmp_path, "images/a.jpg")
+    put(tmp_path, "labels.csv", "image,label\nimages/a.jpg,crack\n")
+    kind, why = detect(tmp_path)
+    assert kind == "csv"
+    assert "labels.csv" in why
+
+
+def test_a_split_table_is_no_csv_data_set(tmp_path: Path) -> None:
+    put(tmp_path, "crack/a.jpg")
+    put(tmp_path, "train_val_test_split.csv", "image_id,split\na,train\n")
+    assert detect(tmp_path)[0] == "folder"
+
+
+def test_a_root_with_nothing_to_pack_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "docs/readme.txt")
+    put(tmp_path, ".hidden/a.jpg")
+    with pytest.raises(PackError, match="holds no picture"):
+        detect(tmp_path)
+
+
+def test_loops_of_links_end(tmp_path: Path) -> None:
+    put(tmp_path, "a/b/x.jpg")
+    (tmp_path / "a/b/up").symlink_to(tmp_path)
+    assert detect(tmp_path)[0] == "folder"
