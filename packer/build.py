@@ -104,7 +104,7 @@ def _build_in(run: Run, out: Path) -> Outcome:
 def _say_sums(run: Run, listing: Listing, num_packed: int) -> None:
     """The numbers add up: every file is packed, left out by a finding, used as annotation, named otherwise, or ignored by rule."""
     pictures = len(listing.items)
-    others = listing.num_files - pictures - listing.num_used
+    others = listing.num_files - listing.num_ignored - pictures - listing.num_used
     run.console.say(
         f"files: {listing.num_files:,} = {num_packed:,} pictures fit to pack + {pictures - num_packed:,} left out"
         f" + {listing.num_used:,} annotation files + {max(others, 0):,} others named in findings;"

@@ -37,6 +37,10 @@ class MemoryDataset:
         if i in self.bad:
             raise SampleError(f"train/shard-000000.tar: sample {1000 + i:09d} (source images/{i}.jpg): damaged for the test")
 
+    def size_of(self, i: int) -> tuple[int, int]:
+        del i
+        return self.size
+
     def boxes_of(self, i: int) -> dict[str, NDArray[Any]]:
         count = i % 3
         return {
@@ -47,7 +51,7 @@ class MemoryDataset:
 
     def load(self, i: int, epoch: int | None = None) -> dict[str, Any]:
         self._look(i)
-        sample: dict[str, Any] = {"image": np.full((*self.size, 3), i % 251, np.uint8)}
+        sample: dict[str, Any] = {"image": np.full((*self.size_of(i), 3), i % 251, np.uint8)}
         sample.update({"label": i % 7} if self.task == "classification" else self.boxes_of(i) if self.task == "detection" else {})
         sample.update(key=1000 + i, index=i)
         if self.transform is not None:
@@ -79,12 +83,8 @@ class MemoryDataset:
 class MixedSizes(MemoryDataset):
     """Images differ in size: sample i is ``4 + i % 3`` high."""
 
-    def load(self, i: int, epoch: int | None = None) -> dict[str, Any]:
-        self.size, size = (4 + i % 3, 5), self.size
-        try:
-            return super().load(i, epoch)
-        finally:
-            self.size = size
+    def size_of(self, i: int) -> tuple[int, int]:
+        return 4 + i % 3, 5
 
     def batch_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         fields = super().batch_fields()
