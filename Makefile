@@ -25,7 +25,7 @@ lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff format --check $(CODE)
 
 types: $(INSTALLED)  ## mypy, strict
-	$(BIN)/mypy $(CODE)
+	$(BIN)/mypy packer loaders recipes
 
 bench: $(INSTALLED)  ## packing rate against bare loops of the same calls
 	$(BIN)/python recipes/pack_rate.py

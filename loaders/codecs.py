@@ -55,8 +55,7 @@ def encode_image(
     if not 1 <= quality <= 100:
         raise EncodeError(f"quality is 1 to 100, found {quality}")
     height, width = image.shape[:2]
-    if max(height, width) > MAX_SIDE[part]:
-        raise EncodeError(f"{width}x{height} pixels do not fit in {part}, which takes {MAX_SIDE[part]} a side: resize, or store as png")
+    require_fit(width, height, part)
     if part == "jpg":
         interval = restart_interval(width, subsampling) if restart_grid else 0
         params = [
@@ -77,6 +76,16 @@ def encode_image(
     if not ok:
         raise EncodeError(f"{part} of {width}x{height} pixels: the encoder refused it without a reason")
     return encoded.tobytes()
+
+
+def require_fit(width: int, height: int, part: ImagePart) -> None:
+    """Refuse a picture that is larger than the format allows, without encoding it.
+
+    Raises:
+        EncodeError: a side is over `MAX_SIDE`.
+    """
+    if max(height, width) > MAX_SIDE[part]:
+        raise EncodeError(f"{width}x{height} pixels do not fit in {part}, which takes {MAX_SIDE[part]} a side: resize, or store as png")
 
 
 def decode_image(data: bytes | memoryview, part: ImagePart, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:

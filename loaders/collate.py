@@ -162,7 +162,11 @@ def _stack(values: list[Any]) -> Any:
     first = values[0]
     if all(isinstance(v, torch.Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values):
         return torch.stack(values)
-    for kind, dtype in ((bool, torch.bool), (int, torch.int64), (float, torch.float64)):
-        if all(isinstance(v, kind) for v in values):
+    for kinds, dtype in (
+        ((bool, np.bool_), torch.bool),
+        ((int, np.integer), torch.int64),
+        ((float, np.floating), torch.float64),
+    ):
+        if all(isinstance(v, kinds) for v in values):
             return torch.tensor(values, dtype=dtype)
     return values

@@ -50,6 +50,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -211,34 +213,42 @@ def read_manifest(root: Path) -> Manifest:
         FormatError: it is missing, not canonical, of another version, or holds a wrong value; every problem is listed with its place.
     """
     path = root / MANIFEST_NAME
+    text = _manifest_bytes(root, path)
     try:
-        size = path.stat().st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise FormatError(f"{path}: {size} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")
-        text = path.read_text("utf-8")
         raw = json.loads(text)
-    except FileNotFoundError:
-        hint = "no such folder" if not root.is_dir() else "the folder holds no finished packed data set (an interrupted build has none)"
-        raise FormatError(f"{path}: not found: {hint}") from None
-    except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror}") from None
+        said = raw.pop("self_sha256", None) if isinstance(raw, dict) else None
+        expected = hashlib.sha256(canonical_json(raw).encode()).hexdigest()
+        changed = not isinstance(raw, dict) or text != canonical_json({**raw, "self_sha256": expected})
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{path}: is not JSON in UTF-8: {e or 'nested too deeply'}") from None
     if not isinstance(raw, dict):
         raise FormatError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
-        raise FormatError(f"{path}: format_version is {version!r}, this release reads version {FORMAT_VERSION}")
-    said = raw.pop("self_sha256", None)
+        raise FormatError(f"{path}: format_version is {version!r:.100}, this release reads version {FORMAT_VERSION}")
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as e:
         problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'manifest'}: {p['msg']}"[:300] for p in e.errors()[:10])
         raise FormatError(f"{path}: {problems}") from None
-    expected = hashlib.sha256(canonical_json(raw).encode()).hexdigest()
-    if said != expected or text != canonical_json({**raw, "self_sha256": expected}):
-        raise FormatError(f"{path}: was changed after it was written: self_sha256 says {said}, the content gives {expected}")
+    if changed:
+        raise FormatError(f"{path}: was changed after it was written: self_sha256 says {said!r:.100}, the content gives {expected!r}")
     return manifest
+
+
+def _manifest_bytes(root: Path, path: Path) -> str:
+    try:
+        if not path.is_file():  # nor a pipe, which would never end
+            hint = "no such folder" if not root.is_dir() else "the folder holds no finished packed data set (an interrupted build has none)"
+            raise FormatError(f"{path}: not found: {hint}")
+        size = path.stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise FormatError(f"{path}: {size} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")
+        return path.read_bytes().decode()
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise FormatError(f"{path}: is not JSON in UTF-8: {e}") from None
 
 
 @dataclass(slots=True)
@@ -285,23 +295,28 @@ def open_array(path: Path, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
     Raises:
         FormatError: missing, no NPY file, cut short, or of another dtype.
     """
+    if not path.is_file():  # nor a pipe, which would never end
+        raise FormatError(f"{path}: not found")
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise FormatError(f"{path}: not found") from None
-    except (OSError, ValueError, SyntaxError, OverflowError, MemoryError, TypeError, RecursionError) as e:
-        try:
-            # An empty array cannot be mapped; this reads its header only.
-            array = np.load(path, allow_pickle=False) if path.stat().st_size < 4096 else _refuse(path, e)
-        except (OSError, ValueError, SyntaxError, OverflowError, MemoryError, TypeError, RecursionError):
-            raise FormatError(f"{path}: is no complete NPY file: {e}") from None
-    if not isinstance(array, np.ndarray) or (dtype is not None and array.dtype != dtype):
-        raise FormatError(f"{path}: dtype is {getattr(array, 'dtype', type(array).__name__)}, expected {dtype}")
+        array = _map_array(path)
+    except Exception as e:  # a damaged header may make NumPy raise anything; all of it is about this file
+        raise FormatError(f"{path}: is no complete NPY file: {e or type(e).__name__}") from None
+    if dtype is not None and array.dtype != dtype:
+        raise FormatError(f"{path}: dtype is {array.dtype}, expected {dtype}")
     return array
 
 
-def _refuse(path: Path, error: Exception) -> NDArray[Any]:
-    raise FormatError(f"{path}: is no complete NPY file: {error}") from None
+def _map_array(path: Path) -> NDArray[Any]:
+    with path.open("rb") as f:
+        version = np.lib.format.read_magic(f)
+        if version != (1, 0):
+            raise ValueError(f"NPY version is {version}, expected (1, 0)")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(f)
+        if fortran or dtype.hasobject or math.prod(shape) * dtype.itemsize != os.fstat(f.fileno()).st_size - f.tell():
+            raise ValueError(f"header says {dtype} {list(shape)}{' in Fortran order' if fortran else ''}, which the bytes are not")
+        if not math.prod(shape):
+            return np.zeros(shape, dtype)
+        return np.memmap(f, dtype, "r", f.tell(), shape)
 
 
 def open_index(root: Path, manifest: Manifest, split: str) -> Index:

@@ -6,7 +6,7 @@ A box that cannot be true refuses its picture: leaving out the box alone would t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from packer.sample import Annotation, Finding, Report
 
 SLACK = 1e-3
 """Pixels that a box may stick out by rounding (fractions times a size); it is cut off without a word."""
+FAR = 2
+"""A fraction beyond this is no box over the edge: it is a number of pixels."""
 
 
 @dataclass(slots=True)
@@ -51,44 +53,57 @@ def place_boxes(
 ) -> PlacedBoxes | None:
     """Check all boxes of a picture; None when it must be left out (one `skip` finding per kind of fault was reported)."""
     say = _Speaker(picture, annotation, report)
-    raw = annotation.boxes
-    finite = np.asarray(np.isfinite(raw).all(axis=1))
+    finite = np.asarray(np.isfinite(annotation.boxes).all(axis=1))
+    # In the place of a box that is no box, one without any fault, so that the others are judged all the same.
+    raw = np.where(finite[:, None], annotation.boxes, [0, 0, 1, 1])
+    upright = _frame(picture, annotation, raw, exif, say)
+    width, height = picture.turned if upright else (picture.width, picture.height)
+    boxes = raw * [width, height, width, height] if annotation.normalized else raw
+    clipped = np.clip(boxes, 0, [width, height, width, height])
+    beyond = np.maximum(-boxes[:, :2], boxes[:, 2:] - [width, height]).max(1, initial=-np.inf)
+    flat, suspect = _no_area(raw), _suspect_units(raw, annotation.normalized)
+    # As it is stored: nothing may be left of a box that lies on the edge, or that is narrower than float32 can tell.
+    nothing = _no_area(clipped.astype(np.float32)) & ~flat & ~suspect
+    flat |= nothing & (beyond <= 0)
+    gone = nothing & (beyond > 0)
+    out = ((beyond > SLACK) & ~flat & ~suspect) | gone
+    refused = gone if outside == "clip" else out
     if not finite.all():
         say.boxes("skip", "non-finite-box", ~finite, "is not finite: NaN or infinity is no coordinate")
-        return None
-    upright = _frame(picture, annotation, exif, say)
-    width, height = picture.turned if upright else (picture.width, picture.height)
-    boxes = raw * [width, height, width, height] if annotation.normalized else raw.copy()
-    flat = (raw[:, 0] >= raw[:, 2]) | (raw[:, 1] >= raw[:, 3])
-    beyond = np.maximum(-boxes[:, :2], boxes[:, 2:] - [width, height]).max(1, initial=-np.inf)
-    out = (beyond > SLACK) & ~flat
-    bad = False
     if flat.any():
         say.boxes("skip", "empty-box", flat, "has no area: expected x1 < x2 and y1 < y2" + _empty_hint(raw[flat], annotation))
-        bad = True
-    # A declared pixel box inside the unit square with fractions is a normalized one that got into the wrong file.
-    tiny = (raw >= 0).all(1) & (raw <= 1).all(1) & (raw != np.round(raw)).any(1) & ~flat
-    if not annotation.normalized and tiny.any():
+    if suspect.any():
+        say.boxes("skip", "suspect-units", suspect, _units_hint(annotation.normalized))
+    if refused.any():
+        inside = f"fractions of {width}x{height} go from 0 to 1" if annotation.normalized else f"the picture is {width}x{height}"
+        inside += " after its EXIF orientation" if upright and picture.orientation >= 5 else ""
         say.boxes(
-            "skip", "suspect-units", tiny, 'lies within 0 to 1, yet pixels are declared: if these are fractions, say coords = "normalized"'
+            "skip", "box-outside", refused, f"reaches outside: {inside}" + ("; --boxes clip cuts such boxes" if outside == "fail" else "")
         )
-        bad = True
-    clipped = np.clip(boxes, 0, [width, height, width, height])
-    gone = out & ((clipped[:, 0] >= clipped[:, 2]) | (clipped[:, 1] >= clipped[:, 3]))
-    if out.any() and (outside == "fail" or gone.any()):
-        where = gone if outside == "clip" else out
-        frame = f"the picture is {width}x{height}" + (" after its EXIF orientation" if upright and picture.orientation >= 5 else "")
-        say.boxes(
-            "skip", "box-outside", where, f"reaches outside: {frame}" + ("" if outside == "clip" else "; --boxes clip cuts such boxes")
-        )
-        bad = True
-    elif out.any():
-        say.boxes("warning", "box-clipped", out, f"reached outside and was cut to the picture's {width}x{height}")
-    bad |= not _size_agrees(picture, annotation, upright, bool(out.any()), say)
-    if bad:
+    agrees = _size_agrees(picture, annotation, upright, bool(out.any()), say)
+    if not agrees or not finite.all() or (flat | suspect | refused).any():
         return None
+    if out.any():
+        say.boxes("warning", "box-clipped", out, f"reached outside and was cut to the picture's {width}x{height}")
     keep = _without_copies(clipped, annotation, say)
     return PlacedBoxes(clipped[keep], keep, upright)
+
+
+def _no_area(boxes: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.asarray((boxes[:, :2] >= boxes[:, 2:]).any(axis=1))
+
+
+def _suspect_units(raw: NDArray[np.float64], normalized: bool) -> NDArray[np.bool_]:
+    """Boxes in the other unit than the declared one, by all appearances: as they got into the wrong file, or under a wrong option."""
+    if normalized:
+        return np.asarray((np.abs(raw) > FAR).any(axis=1))
+    return np.asarray((raw >= 0).all(axis=1) & (raw <= 1).all(axis=1) & (raw != np.round(raw)).any(axis=1) & ~_no_area(raw))
+
+
+def _units_hint(normalized: bool) -> str:
+    if normalized:
+        return 'lies far outside 0 to 1, yet fractions are declared: if these are pixels, say coords = "pixel"'
+    return 'lies within 0 to 1, yet pixels are declared: if these are fractions, say coords = "normalized"'
 
 
 def _empty_hint(raw: NDArray[np.float64], annotation: Annotation) -> str:
@@ -102,17 +117,17 @@ def _empty_hint(raw: NDArray[np.float64], annotation: Annotation) -> str:
     )
 
 
-def _frame(picture: Picture, annotation: Annotation, exif: str, say: _Speaker) -> bool:
+def _frame(picture: Picture, annotation: Annotation, boxes: NDArray[np.float64], exif: str, say: _Speaker) -> bool:
     """True: boxes are in the upright picture. Without boxes a picture is turned upright."""
     if exif != "auto" or picture.orientation == 1:
         return exif != "ignore"
-    if not len(annotation.boxes):
+    if not len(boxes):
         return True
     stored, turned = (picture.width, picture.height), picture.turned
     if stored != turned and annotation.size in (stored, turned):
         return annotation.size == turned
     if stored != turned and not annotation.normalized:
-        fits = [bool((annotation.boxes[:, 2:] <= np.add(frame, SLACK)).all()) for frame in (stored, turned)]
+        fits = [bool((boxes[:, 2:] <= np.add(frame, SLACK)).all()) for frame in (stored, turned)]
         if fits[0] != fits[1]:
             return fits[1]
     say.picture(

@@ -28,7 +28,7 @@ def _yaml_header(m: Manifest) -> str:
         lines += [f"  - name: {part}", "    dtype: image"]
     if m.task == "classification":
         lines += ["  - name: cls", "    dtype:", "      class_label:", "        names:"]
-        lines += [f"          '{i}': {json.dumps(name, ensure_ascii=False)}" for i, name in enumerate(m.classes)]
+        lines += [f"          '{i}': {_yaml_string(name)}" for i, name in enumerate(m.classes)]
     lines += ["  - name: json", "    struct:"]
     scalars = {"source": "string", "width": _INTS, "height": _INTS, "original_width": _INTS, "original_height": _INTS}
     if m.task == "classification":
@@ -43,6 +43,11 @@ def _yaml_header(m: Manifest) -> str:
     for name in ("__key__", "__url__"):
         lines += [f"  - name: {name}", "    dtype: string"]
     return "\n".join([*lines, "---", "", ""])
+
+
+def _yaml_string(text: str) -> str:
+    """A double-quoted YAML string. JSON's would do, but for characters that YAML takes for line breaks or does not allow."""
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 def image_parts(m: Manifest) -> list[str]:
@@ -70,6 +75,7 @@ def _body(m: Manifest) -> str:
         lines += ["", f"Every picture was transformed: `{json.dumps(m.transform, sort_keys=True)}`."]
     reader = "loaders.shards import ShardDataset" if m.layout == "tar" else "loaders.memmap import MemmapDataset"
     cls = reader.split()[-1]
+    split = "train" if "train" in m.splits else next(iter(sorted(m.splits)), "train")
     collate = "" if m.task != "detection" else '  # batch["boxes"]: a list of float32 [N, 4] tensors, xyxy pixels'
     lines += [
         "",
@@ -77,7 +83,7 @@ def _body(m: Manifest) -> str:
         f"from {reader}",
         "from loaders.batches import BatchLoader",
         "",
-        f'ds = {cls}("out/", split="{next(iter(sorted(m.splits, reverse=True)))}")',
+        f'ds = {cls}("out/", split="{split}")',
         f"for batch in BatchLoader(ds, batch_size=64):{collate}",
         '    batch["image"]',
         "```",

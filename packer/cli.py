@@ -75,7 +75,7 @@ def recipe_options(command: F) -> F:
         click.option(
             "--mode",
             type=click.Choice(["letterbox", "stretch", "crop", "short", "long"]),
-            help="How to resize: keep the aspect and fill, stretch, cut out the middle, make the short or long side N. [default: letterbox]",
+            help="How to resize: keep the aspect and fill, stretch, cut the middle, or make the short or long side N. [default: letterbox]",
         ),
         click.option(
             "--boxes", type=click.Choice(["fail", "clip"]), help="What to do with boxes that reach outside the picture. [default: fail]"
@@ -107,7 +107,7 @@ def recipe_options(command: F) -> F:
 )
 @click.option("--dtype", type=click.Choice(["uint8", "float16", "float32"]), help="Element type of images (memmap). [default: uint8]")
 @click.option("--normalize", nargs=2, metavar="MEAN STD", help="Per channel, such as 0.485,0.456,0.406 0.229,0.224,0.225 (memmap, float).")
-@click.option("--shard-size", metavar="SIZE", help="Target size of a shard. [default: 256MB]")
+@click.option("--shard-size", metavar="SIZE", help="Target size of a shard. [default: 256MB, less where the set is small]")
 @click.option("--shard-samples", type=click.IntRange(1), help="Samples per shard, instead of a size.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Shuffle within each split before cutting shards. [default: on]")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the shuffle and of --split. [default: 0]")
@@ -133,7 +133,7 @@ def build(src: Path, out: Path, overwrite: bool, quiet: bool, **options: Any) ->
         console.say(outcome.message)
     elif outcome.manifest is not None:
         for name, split in sorted(outcome.manifest.splits.items()):
-            console.say(f"{name}: {split.num_samples:,} samples in {len(split.shards):,} shards")
+            console.say(f"{name}: {split.num_samples:,} samples in {len(split.shards):,} shard(s)")
         console.say(
             f"packed {outcome.num_samples:,} samples into {out}; {outcome.num_skipped:,} left out. Check it with: pack verify {out}"
         )

@@ -28,12 +28,13 @@ class Findings:
         return len(self._found)
 
     def add(self, finding: Finding) -> None:
-        """Keep a finding; a further one of the same code and sample only counts."""
+        """Keep a finding; a further one of the same code and sample only counts, unless it is more severe: then it takes the place."""
         whole = finding.sample is None
         key = (finding.code, finding.sample, finding.path if whole else "", finding.line if whole else None)
         before = self._found.get(key)
         if before is not None:
-            self._found[key] = replace(before, count=before.count + finding.count)
+            worst = min(before, finding, key=lambda f: LEVELS.index(f.level))
+            self._found[key] = replace(worst, count=before.count + finding.count)
             return
         self._found[key] = finding
         self._shown[finding.code] += 1
@@ -76,6 +77,6 @@ def as_line(finding: Finding) -> str:
     """One line for people: level, place, code, message. Control characters in names are escaped."""
     place = finding.path + (f":{finding.line}" if finding.line is not None else "")
     subject = f" [{finding.sample}]" if finding.sample not in (None, finding.path) else ""
-    more = f" (and {finding.count - 1:,} more like it in this sample)" if finding.count > 1 else ""
+    more = f" (and {finding.count - 1:,} more like it{'' if finding.sample is None else ' in this sample'})" if finding.count > 1 else ""
     text = f"{finding.level}: {place}{subject}: {finding.message}{more} ({finding.code})"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

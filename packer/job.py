@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.codecs import EncodeError, ImagePart, encode_image
+from loaders.codecs import EncodeError, ImagePart, encode_image, require_fit
 from loaders.format import Layout, Task
 from packer.boxes import Picture, place_boxes
 from packer.images import Decoded, ImageError, ImageInfo, check, decode, probe, reset_orientation, upright
@@ -106,16 +106,16 @@ class SampleFacts:
 def run_job(spec: Spec, source: Source, job: Job, path: Path | None, tick: Callable[[int], None]) -> JobResult:
     """Pack one shard to `path`; with path None only look (`pack check`): everything is read and decoded, nothing encoded or written.
 
-    `tick` is called with each item's position before it is read, and with their number at the end. A
-    fault of a sample becomes a finding, never an exception; what is raised
-    (disk full, no memory) is a fault of the job, and no file is left at `path`.
+    `tick` is called with each item's position before it is read, and with their number at the end. A fault of a sample becomes a
+    finding, never an exception; what is raised (disk full, no memory) is a fault of the job, and no file is left at `path`.
     """
     findings: list[Finding] = []
     remarks = Remarks()
     digests = np.zeros((len(job.items), 2, DIGEST_BYTES), np.uint8)
     packed = np.zeros(len(job.items), bool)
     writer = None if path is None else open_writer(spec.layout, path, spec.task, **spec.writer_options())
-    first: Sample | None = None
+    sizes: dict[tuple[int, int], str] = {}
+    num_odd = 0
     try:
         for i, (key, item) in enumerate(zip(job.keys, job.items, strict=True)):
             tick(i)
@@ -124,15 +124,18 @@ def run_job(spec: Spec, source: Source, job: Job, path: Path | None, tick: Calla
             digests[i] = np.frombuffer(facts.image_digest + facts.annotation_digest, np.uint8).reshape(2, DIGEST_BYTES)
             if sample is None:
                 continue
-            first = first or sample
-            if spec.layout == "memmap" and (sample.width, sample.height) != (first.width, first.height):
-                findings.append(sizes_differ(first.source, (first.width, first.height), sample.source, (sample.width, sample.height)))
+            sizes.setdefault((sample.width, sample.height), sample.source)
+            if spec.layout == "memmap" and (sample.width, sample.height) != next(iter(sizes)):
+                num_odd += 1
                 continue
             packed[i] = True
             remarks.merge(facts.remarks)
             if writer is not None:
                 writer.write(sample)
         tick(len(job.items))
+        if num_odd:
+            (size_a, a), (size_b, b), *_ = sizes.items()
+            findings.append(replace(sizes_differ(a, size_a, b, size_b), count=num_odd))
         shard = None
         if writer is not None and packed.any():
             shard = writer.close()
@@ -151,7 +154,7 @@ def sizes_differ(a: str, size_a: tuple[int, int], b: str, size_b: tuple[int, int
         f"a memmap needs images of one size: {a} is {size_a[0]}x{size_a[1]}, {b} is {size_b[0]}x{size_b[1]}; "
         "give --resize WxH (with --mode letterbox, stretch or crop), or use --format tar"
     )
-    return Finding("error", "sizes-differ", b, message, sample=b)
+    return Finding("error", "sizes-differ", ".", message)
 
 
 def make_sample(spec: Spec, source: Source, key: int, item: Item, report: Report, facts: SampleFacts, *, encode: bool) -> Sample | None:
@@ -205,18 +208,22 @@ def read_item(root: Path, item: Item, max_bytes: int, report: Report) -> bytes |
     try:
         with open(root / item.path, "rb") as f:
             stat = os.fstat(f.fileno())
-            if (stat.st_size, stat.st_mtime_ns) != (item.num_bytes, item.mtime_ns):
-                message = f"changed while packing: {item.num_bytes} bytes when it was listed, {stat.st_size} now; run the command again"
-                report(Finding("error", "source-changed", item.path, message, sample=item.path))
-                return None
-            if stat.st_size > max_bytes:
+            unchanged = (stat.st_size, stat.st_mtime_ns) == (item.num_bytes, item.mtime_ns)
+            if unchanged and stat.st_size > max_bytes:
                 message = f"{stat.st_size} bytes, over the limit of {max_bytes} ([source] max_file_bytes)"
                 report(Finding("skip", "file-too-large", item.path, message, sample=item.path))
                 return None
-            return f.read()
+            data = f.read(item.num_bytes + 1) if unchanged else b""  # it may also grow or shrink while it is read
     except OSError as e:
         report(Finding("skip", "unreadable", item.path, f"cannot be read: {e.strerror}", sample=item.path))
         return None
+    if len(data) != item.num_bytes or not unchanged:
+        what = f"{item.num_bytes} bytes when it was listed, {stat.st_size} now"
+        if stat.st_size == item.num_bytes:
+            what = "it was written again after it was listed"
+        report(Finding("error", "source-changed", item.path, f"changed while packing: {what}; run the command again", sample=item.path))
+        return None
+    return data
 
 
 def annotation_digest(annotation: Annotation) -> bytes:
@@ -250,15 +257,17 @@ def _pixels(
     _remark_depth(decoded, facts.remarks)
     image = upright(decoded.image, info.orientation) if rotate else decoded.image
     if spec.transform is not None:
-        if not encode:
+        if encode:
+            image, boxes, sample.affine = spec.transform(image, boxes)
+            sample.height, sample.width = image.shape[:2]
+        else:
             sample.width, sample.height = spec.transform.output_size(width, height)
-            return sample, boxes
-        image, boxes, sample.affine = spec.transform(image, boxes)
-        sample.height, sample.width = image.shape[:2]
     if spec.layout == "memmap":
         sample.image = image
     elif encode:
         sample.encoded = encode_image(image, part, quality=spec.quality, restart_grid=spec.restart_grid)
+    else:
+        require_fit(sample.width, sample.height, part)
     return sample, boxes
 
 

@@ -13,7 +13,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from loaders.format import MANIFEST_NAME
+from loaders.format import FINDINGS_NAME, INDEX_DIR, MANIFEST_NAME, README_NAME, FormatError, Manifest, read_manifest
+from packer.plan import SPLITS
 from packer.records import PARTIAL_DIR, sync_folder, write_file
 from packer.sample import PackError
 
@@ -21,7 +22,11 @@ JOURNAL_NAME = "publishing.json"
 
 
 def siblings(out: Path) -> tuple[Path, Path]:
-    """(``.OUT.new``, ``.OUT.old``): where ``--overwrite`` builds, and where the old data set waits for the swap."""
+    """(``.OUT.new``, ``.OUT.old``): where ``--overwrite`` builds, and where the old data set waits for the swap.
+
+    Beside the folder itself, where `out` is a link to it: a rename must stay within one file system.
+    """
+    out = out.resolve()
     return out.with_name(f".{out.name}.new"), out.with_name(f".{out.name}.old")
 
 
@@ -62,8 +67,13 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise PackError(f"{folder}: another build is running there; wait for it, or choose another folder") from None
+            replaced = not os.path.samestat(os.fstat(fd), folder.stat())
+        except (BlockingIOError, FileNotFoundError):
+            replaced = True
+        except OSError as e:
+            raise PackError(f"{folder}: cannot be locked: {e.strerror}") from None
+        if replaced:
+            raise PackError(f"{folder}: another build is running there; wait for it, or choose another folder")
         yield
     finally:
         os.close(fd)
@@ -76,13 +86,18 @@ def open_partial(out: Path) -> Path:
         partial.mkdir(exist_ok=True)
     except OSError as e:
         raise PackError(f"{out}: cannot be written: {e.strerror}") from None
-    _undo_publication(out, partial)
-    for path in partial.glob("tmp-*"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    if not (out / MANIFEST_NAME).exists():
+        _undo_publication(out, partial)
+    for path in [*partial.glob("tmp-*"), *out.glob("tmp-*")]:
+        _remove(path)
     return partial
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def begin_publication(partial: Path, moves: dict[str, str]) -> None:
@@ -91,15 +106,30 @@ def begin_publication(partial: Path, moves: dict[str, str]) -> None:
 
 
 def _undo_publication(out: Path, partial: Path) -> None:
+    """Shards back to ``.partial/``, and nothing else left of what `packer.publish` makes: another plan may follow."""
     journal = partial / JOURNAL_NAME
     if not journal.exists():
         return
-    if not (out / MANIFEST_NAME).exists():
-        for name, place in json.loads(journal.read_bytes()).items():
-            if (out / place).exists() and not (partial / name).exists():
-                os.replace(out / place, partial / name)
-        sync_folder(partial)
+    for name, place in _moves(journal).items():
+        if (out / place).exists() and not (partial / name).exists():
+            os.replace(out / place, partial / name)
+    for split in SPLITS:
+        for path in (out / split).glob("shard-*"):  # only where the journal is damaged: they are packed again
+            _remove(path)
+        with contextlib.suppress(OSError):  # not there, or not ours alone
+            (out / split).rmdir()
+    for name in (INDEX_DIR, FINDINGS_NAME, README_NAME):
+        _remove(out / name)
+    sync_folder(partial)
     journal.unlink()
+
+
+def _moves(journal: Path) -> dict[str, str]:
+    try:
+        moves = json.loads(journal.read_bytes())
+    except ValueError:
+        return {}
+    return {str(name): str(place) for name, place in moves.items()} if isinstance(moves, dict) else {}
 
 
 def close_partial(partial: Path) -> None:
@@ -107,13 +137,47 @@ def close_partial(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def swap_in(out: Path) -> None:
-    """Put the finished ``.OUT.new`` in the place of OUT and remove the old data set."""
+def known_files(manifest: Manifest) -> set[str]:
+    """Path below OUT of every file that belongs to a packed data set."""
+    known = {MANIFEST_NAME, README_NAME, *manifest.files}
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            known |= {shard.path} if shard.files is None else {f"{shard.path}/{name}" for name in shard.files}
+    return known
+
+
+def remove_data_set(folder: Path) -> str | None:
+    """Remove a packed data set. Files that the manifest does not know are not ours: they stay, and the text says so.
+
+    The manifest goes last, so that an interruption leaves a folder that is still known as ours.
+    """
+    try:
+        known = known_files(read_manifest(folder))
+    except FormatError as e:
+        return f"{folder} is kept, since what is ours in it cannot be told: {e}"
+    for path in known - {MANIFEST_NAME}:
+        with contextlib.suppress(OSError):
+            (folder / path).unlink()
+    close_partial(folder / PARTIAL_DIR)
+    for below, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):  # not empty
+            os.rmdir(below)
+    (folder / MANIFEST_NAME).unlink()
+    try:
+        folder.rmdir()
+    except OSError:
+        return f"{folder} is kept: it holds files that pack did not make"
+    return None
+
+
+def swap_in(out: Path) -> str | None:
+    """Put the finished ``.OUT.new`` in the place of OUT and remove the old data set. Returns what could not be removed, for the user."""
     new, old = siblings(out)
+    out = out.resolve()
     os.replace(out, old)
     os.replace(new, out)
     sync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    return remove_data_set(old)
 
 
 def repair_swap(out: Path) -> str | None:
@@ -121,14 +185,15 @@ def repair_swap(out: Path) -> str | None:
     new, old = siblings(out)
     if not (old / MANIFEST_NAME).is_file():
         return None
-    if not out.exists():
-        if (new / MANIFEST_NAME).is_file():
-            os.replace(new, out)
-            shutil.rmtree(old, ignore_errors=True)
-            return f"finished an interrupted --overwrite of {out}"
-        os.replace(old, out)
-        return f"took back an interrupted --overwrite of {out}"
-    if (out / MANIFEST_NAME).is_file():
-        shutil.rmtree(old, ignore_errors=True)
-        return f"removed what an interrupted --overwrite of {out} had left"
-    return None
+    with locked(old):  # held by a build that is in the middle of its swap
+        if (out / MANIFEST_NAME).is_file():
+            done = f"removed what an interrupted --overwrite of {out} had left"
+        elif out.exists():
+            return None
+        elif (new / MANIFEST_NAME).is_file():
+            os.replace(new, out.resolve())
+            done = f"finished an interrupted --overwrite of {out}"
+        else:
+            os.replace(old, out.resolve())
+            return f"took back an interrupted --overwrite of {out}"
+        return remove_data_set(old) or done

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from loaders.format import Layout
 from loaders.sampling import permutation
 from packer.job import Job
 from packer.sample import Item, Listing, PackError
@@ -27,6 +28,14 @@ class Sizing:
 
     num_bytes: int
     num_samples: int | None = None
+
+
+def default_shard_bytes(total_bytes: float, layout: Layout) -> int:
+    """Target size of a shard where none is asked for: 256 MB, but a small set is cut into about sixteen, so that several workers and
+    ranks have something to share, as long as a shard stays large enough to be read well (8 MB of encoded images, 64 MB of pixels).
+    """
+    least = 8_000_000 if layout == "tar" else 64_000_000
+    return int(min(max(total_bytes / 16, least), 256_000_000))
 
 
 def samples_per_shard(shard_bytes: int, mean_bytes: float) -> int:
@@ -92,36 +101,56 @@ def assign_splits(
 ) -> list[str | None]:
     """Give every item that is not refused a split, stratified by class, groups kept whole; None for the refused ones.
 
-    The stratum of a group is the rarest class in it (of all its samples), so that rare classes are shared out first. Within a stratum
-    groups come in an order drawn from `seed`; each goes where its stratum, and then the whole, lacks most.
+    The stratum of a group is the rarest class in it (of all its samples), so that rare classes are shared out first. Each split gets
+    its share of each stratum within less than one sample, and what rounding leaves goes where the whole lacks most. Within a stratum,
+    groups come in an order drawn from `seed`; one too large for what any split still lacks goes where the whole lacks most.
     """
+    strata = _strata(items, classes_of, group)
+    whole = sum(shares.values())
+    shares = {name: share / whole for name, share in shares.items()}
+    result: list[str | None] = [None] * len(items)
+    total = dict.fromkeys(shares, 0)
+    done = 0
+    for rank, stratum in enumerate(strata):
+        size = sum(map(len, stratum))
+        done += size
+        lacking = {name: round(share * done, 9) - total[name] for name, share in shares.items()}
+        need = _shared_out(size, shares, lacking)
+        for j in permutation(len(stratum), seed, len(SPLITS) + rank).tolist():
+            members = stratum[j]
+            fitting = [name for name in shares if need[name] >= len(members)]
+            lacks = need if fitting else lacking
+            choice = max(fitting or shares, key=lambda name: (lacks[name], shares[name]))
+            for counts in (need, lacking):
+                counts[choice] -= len(members)
+            total[choice] += len(members)
+            for i in members:
+                result[i] = choice
+    return result
+
+
+def _strata(items: Sequence[Item], classes_of: Sequence[frozenset[str]], group: Callable[[str], str] | None) -> list[list[list[int]]]:
+    """Stratum -> group -> positions of items; the stratum of the rarest class first, that of no class last."""
     alive = [i for i, item in enumerate(items) if not item.refused]
     how_often = Counter(name for i in alive for name in classes_of[i])
     groups: dict[str, list[int]] = {}
     for i in alive:
         groups.setdefault(group(items[i].path) if group else items[i].path, []).append(i)
-    strata: dict[str, list[list[int]]] = {}
+    strata: dict[tuple[float, str], list[list[int]]] = {}
     for members in groups.values():
         present = {name for i in members for name in classes_of[i]}
-        strata.setdefault(min(present, key=lambda c: (how_often[c], c), default=""), []).append(members)
-    result: list[str | None] = [None] * len(items)
-    names = list(shares)
-    total = dict.fromkeys(names, 0)
-    done = 0
-    for rank, name in enumerate(sorted(strata, key=lambda s: (how_often[s] if s else len(items) + 1, s))):
-        stratum = strata[name]
-        got = dict.fromkeys(names, 0)
-        seen = 0
-        for j in permutation(len(stratum), seed, len(SPLITS) + rank).tolist():
-            members = stratum[j]
-            seen, done = seen + len(members), done + len(members)
-            # Compared exactly in units of one sample: what the split should have by now, less what it has.
-            choice = max(names, key=lambda s: (round(shares[s] * seen - got[s], 9), round(shares[s] * done - total[s], 9), shares[s]))
-            got[choice] += len(members)
-            total[choice] += len(members)
-            for i in members:
-                result[i] = choice
-    return result
+        strata.setdefault(min(((how_often[c], c) for c in present), default=(math.inf, "")), []).append(members)
+    return [strata[key] for key in sorted(strata)]
+
+
+def _shared_out(size: int, shares: dict[str, float], lacking: dict[str, float]) -> dict[str, float]:
+    """Whole numbers that add up to `size`, each the split's share rounded down or up: up where `lacking` is largest."""
+    exact = {name: round(share * size, 9) for name, share in shares.items()}
+    parts: dict[str, float] = {name: math.floor(value) for name, value in exact.items()}
+    up = sorted(shares, key=lambda name: (exact[name] > parts[name], lacking[name] - parts[name], shares[name]), reverse=True)
+    for name in up[: size - int(sum(parts.values()))]:
+        parts[name] += 1
+    return parts
 
 
 def source_splits(listing: Listing) -> list[str | None]:

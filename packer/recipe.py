@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -12,25 +13,29 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from packer.sample import PackError
 
+MAX_SIDE = 65500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_size(value: int | str) -> int:
     """Bytes of "256MB", "1.5 GiB", "4096" or 4096."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value).lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(value).lower())
     if not match or float(match[1]) * _UNITS[match[2]] < 1:
         raise ValueError(f"{value!r} is no size such as 256MB or 1GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def parse_resize(value: Any) -> Any:
-    """ "640x480" -> (640, 480), "640" -> 640; lists become tuples."""
+def parse_resize(value: Any) -> int | tuple[int, int] | None:
+    """(width, height) of "640x480" or [640, 480], N of "640" or 640; each 1 to 65500."""
+    if value is None:
+        return None
+    sides = value if isinstance(value, (list, tuple)) else [value]
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:[xX,]\s*(\d+))?\s*", value)
-        if not match:
-            raise ValueError(f"{value!r} is no size such as 640x480 or 640")
-        return (int(match[1]), int(match[2])) if match[2] else int(match[1])
-    return tuple(value) if isinstance(value, list) else value
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:[xX,]\s*(\d{1,6}))?\s*", value)
+        sides = [int(side) for side in match.groups() if side] if match else []
+    if len(sides) not in (1, 2) or not all(type(side) is int and 1 <= side <= MAX_SIDE for side in sides):
+        raise ValueError(f"{value!r} is no size such as 640x480 or 640, each side a whole number from 1 to {MAX_SIDE}")
+    return (sides[0], sides[1]) if len(sides) == 2 else int(sides[0])
 
 
 def _regex(value: str) -> str:
@@ -41,17 +46,18 @@ def _regex(value: str) -> str:
     return value
 
 
-def _ratio(value: Any) -> Any:
-    """ "1%" -> 0.01; a plain number of samples stays an int."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", value)
-        if not match:
-            raise ValueError(f"{value!r} is neither a number of samples nor a share such as 1%")
-        return float(match[1]) / 100 if match[2] else int(float(match[1]))
-    return value
+def parse_max_skip(value: Any) -> int | float | None:
+    """A number of samples of "20" or 20 (int), a share from 0 to 1 of "1%" or 0.01 (float)."""
+    number = value
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(?:(\d{1,15})|(\d{1,3}(?:\.\d+)?)\s*%)\s*", value)):
+        number = int(match[1]) if match[1] else float(match[2]) / 100
+    if number is None or (type(number) is int and number >= 0):
+        return number
+    if type(number) is float and 0 <= number <= 1:
+        return number
+    raise ValueError(f"{value!r} is neither a number of samples nor a share such as 1%")
 
 
-Side = Annotated[int, Field(ge=1, le=65500)]
 Triple = tuple[float, float, float]
 
 
@@ -64,7 +70,7 @@ class SourceTable(_Table):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     kind: Literal["auto", "folder", "voc", "csv"] = "auto"
-    classes: list[Annotated[str, Field(min_length=1)]] | None = None
+    classes: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     exif: Literal["auto", "apply", "ignore"] = "auto"
     pixel_range: tuple[int, int] | None = None
     boxes: Literal["fail", "clip"] = "fail"
@@ -111,7 +117,7 @@ class SplitTable(_Table):
 class TransformTable(_Table):
     """``[transform]``."""
 
-    resize: Annotated[Side | tuple[Side, Side] | None, BeforeValidator(parse_resize)] = None
+    resize: Annotated[int | tuple[int, int] | None, BeforeValidator(parse_resize)] = None
     mode: Literal["letterbox", "stretch", "crop", "short", "long"] = "letterbox"
 
     @model_validator(mode="after")
@@ -125,7 +131,7 @@ class OutputTable(_Table):
     """``[output]``."""
 
     format: Literal["tar", "memmap"] = "tar"
-    shard_size: Annotated[int, BeforeValidator(parse_size)] = 256_000_000
+    shard_size: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = None
     shard_samples: Annotated[int, Field(ge=1)] | None = None
     image: Literal["keep", "jpg", "png", "webp"] = "keep"
     quality: Annotated[int, Field(ge=1, le=100)] = 90
@@ -143,8 +149,8 @@ class OutputTable(_Table):
             raise ValueError("image belongs to format tar; a memmap holds decoded pixels")
         if self.normalize is not None and self.dtype == "uint8":
             raise ValueError('normalize needs dtype "float16" or "float32"')
-        if self.normalize is not None and not all(s > 0 for s in self.normalize[1]):
-            raise ValueError("normalize: every std must be over 0")
+        if self.normalize is not None and not all(0 <= m <= 1 and 0 < s < math.inf for m, s in zip(*self.normalize, strict=True)):
+            raise ValueError(f"normalize: expected means from 0 to 1 and stds over 0, for pixels divided by 255; found {self.normalize}")
         return self
 
 
@@ -154,7 +160,7 @@ class RunTable(_Table):
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     engine: Literal["local"] = "local"
     on_error: Literal["fail", "skip"] = "fail"
-    max_skip: Annotated[int | float | None, BeforeValidator(_ratio)] = None
+    max_skip: Annotated[int | float | None, BeforeValidator(parse_max_skip)] = None
 
 
 class Recipe(_Table):
@@ -203,9 +209,10 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 
 def _message(problem: Any) -> str:
-    known = ", ".join(Recipe.model_fields)
     if problem["type"] == "extra_forbidden":
-        return "unknown key" if len(problem["loc"]) > 1 else f"unknown table, expected one of {known}"
+        table, *key = problem["loc"]
+        what, known = ("key", type(getattr(Recipe(), table)).model_fields) if key else ("table", Recipe.model_fields)
+        return f"unknown {what}, expected one of {', '.join(known)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     value = repr(problem["input"])
     return (

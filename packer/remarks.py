@@ -14,10 +14,14 @@ DARK_16BIT = 4096
 
 
 def duplicate_findings(listing: Listing, split_of: Sequence[str | None], digests: NDArray[np.uint8]) -> Iterator[Finding]:
-    """Pictures with equal bytes in two splits (a leak), or with two labels or sets of boxes. `digests` uint8 [N, 2, 16]."""
+    """Pictures with equal bytes in two splits (a leak), or with two labels or sets of boxes.
+
+    `split_of[i]` is None for an item that is in no split. `digests` uint8 [N, 2, 16], of picture and annotation; zeros: unknown.
+    """
     for keys in _equal_rows(digests[:, 0]):
         first, *others = keys
         a = listing.items[first]
+        known = [key for key in keys if digests[key, 1].any()]
         for key in others:
             b = listing.items[key]
             if split_of[key] != split_of[first]:
@@ -25,9 +29,10 @@ def duplicate_findings(listing: Listing, split_of: Sequence[str | None], digests
                     f"has the same bytes as {a.path}, which is in {split_of[first]}; this one is in {split_of[key]}: a leak between splits"
                 )
                 yield Finding("warning", "split-leak", b.path, text, sample=b.path)
-            if listing.task != "unlabelled" and (digests[key, 1] != digests[first, 1]).any():
-                differ = f"label {a.label!r}, this one has {b.label!r}" if listing.task == "classification" else "other boxes"
-                yield Finding("warning", "duplicate-image", b.path, f"has the same bytes as {a.path}, which has {differ}", sample=b.path)
+            if listing.task != "unlabelled" and key in known and (digests[key, 1] != digests[known[0], 1]).any():
+                c = listing.items[known[0]]
+                differ = f"label {c.label!r}, this one has {b.label!r}" if listing.task == "classification" else "other boxes"
+                yield Finding("warning", "duplicate-image", b.path, f"has the same bytes as {c.path}, which has {differ}", sample=b.path)
 
 
 def _equal_rows(rows: NDArray[np.uint8]) -> Iterator[list[int]]:

@@ -17,7 +17,17 @@ from loaders.format import Manifest, SourceEntry
 from packer.engines import Engine, TaskFunction
 from packer.findings import Findings
 from packer.job import DIGEST_BYTES, Job, Remarks, Spec, sizes_differ
-from packer.plan import SAMPLE_OVERHEAD_BYTES, Sizing, assign_splits, group_of, make_jobs, samples_per_shard, source_splits, surveyed
+from packer.plan import (
+    SAMPLE_OVERHEAD_BYTES,
+    Sizing,
+    assign_splits,
+    default_shard_bytes,
+    group_of,
+    make_jobs,
+    samples_per_shard,
+    source_splits,
+    surveyed,
+)
 from packer.publish import FinishedShard, Heading
 from packer.recipe import Recipe
 from packer.records import job_files, load_record
@@ -71,13 +81,14 @@ class Digests:
 
 @dataclass(slots=True)
 class Plan:
-    """All that is known before the first shard is written."""
+    """All that is known before the first shard is written. `num_bytes`: about how many bytes the shards will hold in all."""
 
     source: Source
     kind: str
     listing: Listing
     spec: Spec
     jobs: list[Job]
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -140,9 +151,9 @@ def make_plan(run: Run) -> Plan | None:
         listing.classes = sorted(set().union(*names))
     spec = _spec(run.recipe, listing)
     splits = _splits(run, listing, names)
-    sizing = _sizing(run, Context(spec, source, None, run.versions), listing)
+    sizing, num_bytes = _sizing(run, Context(spec, source, None, run.versions), listing)
     jobs = make_jobs(listing, splits, sizing=sizing, shuffle=run.recipe.output.shuffle, seed=run.recipe.output.seed)
-    return Plan(source, kind, listing, spec, jobs)
+    return Plan(source, kind, listing, spec, jobs, num_bytes)
 
 
 def _scan(run: Run, source: Source, listing: Listing) -> list[frozenset[str]]:
@@ -188,13 +199,13 @@ def _splits(run: Run, listing: Listing, names: Sequence[frozenset[str]]) -> list
     return assign_splits(listing.items, names, split.shares, run.recipe.output.seed, group)
 
 
-def _sizing(run: Run, context: Context, listing: Listing) -> Sizing:
-    """How to cut shards; where images are made anew, from a few that are encoded now."""
+def _sizing(run: Run, context: Context, listing: Listing) -> tuple[Sizing, int]:
+    """How to cut shards, and about how many bytes they will hold in all; where images are made anew, from a few that are made now."""
     o, spec = run.recipe.output, context.spec
-    if o.shard_samples is not None:
-        return Sizing(o.shard_size, o.shard_samples)
+    alive = [item for item in listing.items if not item.refused]
     if spec.layout == "tar" and spec.transform is None and spec.image == "keep":
-        return Sizing(o.shard_size)
+        total = sum(item.num_bytes + SAMPLE_OVERHEAD_BYTES for item in alive)
+        return Sizing(o.shard_size or default_shard_bytes(total, "tar"), o.shard_samples), total
     found = survey(context, [(i, listing.items[i]) for i in surveyed(listing.items)])
     if spec.layout == "memmap":
         sizes = {size: name for name, _, size in reversed(found)}
@@ -202,25 +213,29 @@ def _sizing(run: Run, context: Context, listing: Listing) -> Sizing:
             (size_a, a), (size_b, b) = list(sizes.items())[:2]
             raise PackError(sizes_differ(a, size_a, b, size_b).message)
         width, height = next(iter(sizes), (1, 1))
-        return Sizing(o.shard_size, max(o.shard_size // (width * height * 3 * np.dtype(spec.dtype).itemsize), 1))
-    mean = float(np.mean([n for _, n, _ in found])) if found else 1e5
-    return Sizing(o.shard_size, samples_per_shard(o.shard_size, mean + SAMPLE_OVERHEAD_BYTES))
+        mean = float(width * height * 3 * np.dtype(spec.dtype).itemsize)
+    else:
+        mean = float(np.mean([n for _, n, _ in found])) + SAMPLE_OVERHEAD_BYTES if found else 1e5
+    target = o.shard_size or default_shard_bytes(mean * len(alive), spec.layout)
+    return Sizing(target, o.shard_samples or samples_per_shard(target, mean)), round(mean * len(alive))
 
 
 def run_plan(run: Run, plan: Plan, partial: Path) -> tuple[list[FinishedShard], Remarks, Digests, int]:
     """Run all jobs; their shards in order, what they remarked, digests, and how many pictures were packed."""
-    context = Context(plan.spec, plan.source, partial, run.versions)
+    context = Context(plan.spec, plan.source, partial, run.versions, plan.num_bytes)
     done: dict[int, str] = {}
     num_reused = 0
-    for number, result in run.map(pack_job, context, plan.jobs, "packing"):
-        done[number] = result.key
+    # Largest first, so that no worker begins a large shard when the others are done.
+    order = sorted(plan.jobs, key=lambda job: -sum(item.num_bytes for item in job.items))
+    for number, result in run.map(pack_job, context, order, "packing"):
+        done[order[number].number] = result.key
         num_reused += result.reused
     if num_reused:
         run.console.say(f"{num_reused:,} of {len(plan.jobs):,} shards were already there from an earlier run")
     shards: list[FinishedShard] = []
     remarks, digests, packed = Remarks(), Digests(plan.listing), 0
-    for number, job in enumerate(plan.jobs):
-        files = job_files(partial, plan.spec, done[number])
+    for job in plan.jobs:
+        files = job_files(partial, plan.spec, done[job.number])
         record = load_record(files, reuse=False)
         if record is None:
             raise PackError(f"{files.record}: vanished while packing; run the command again")

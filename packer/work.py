@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +17,20 @@ from numpy.typing import NDArray
 from packer.engines import Tick
 from packer.job import DIGEST_BYTES, Job, JobResult, SampleFacts, Spec, annotation_digest, make_sample, read_item, run_job
 from packer.records import job_files, job_key, load_record, save_record
-from packer.sample import Finding, Item, Source
+from packer.sample import Finding, Item, PackError, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What every worker is given once. `partial` is None when nothing is to be written (`pack check`)."""
+    """What every worker is given once. `partial` is None when nothing is to be written (`pack check`); `num_bytes` is about how many
+    bytes all shards will hold.
+    """
 
     spec: Spec
     source: Source
     partial: Path | None
     versions: Mapping[str, str]
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +51,24 @@ def pack_job(context: Context, job: Job, tick: Tick) -> Done:
     result = load_record(files, reuse=True)
     reused = result is not None
     if result is None:
-        result = run_job(context.spec, context.source, job, files.temporary, tick)
-        save_record(files, result)
+        try:
+            result = run_job(context.spec, context.source, job, files.temporary, tick)
+            save_record(files, result)
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise PackError(_disk_full(context.partial, context.num_bytes)) from e
+            raise
     tick(len(job.items))
     return Done(key, reused, result.findings)
+
+
+def _disk_full(partial: Path, num_bytes: int) -> str:
+    done = sum(f.stat().st_size for f in partial.rglob("*") if f.is_file() and not f.relative_to(partial).parts[0].startswith("tmp-"))
+    free = shutil.disk_usage(partial).free
+    return (
+        f"{partial.parent}: disk full, or over quota: about {max(num_bytes - done, 0):,} more bytes needed, {free:,} free there; "
+        "make room and run the same command again: finished shards are kept"
+    )
 
 
 def check_job(context: Context, job: Job, tick: Tick) -> JobResult:

@@ -31,11 +31,11 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from make_welding_v2 import Options, make
 from rich.console import Console
 from rich.table import Table
 
 from loaders.codecs import encode_image
+from make_welding_v2 import Options, make
 from packer.images import ImageInfo, check, decode, probe
 from packer.transforms import Resize
 

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 import torch
-from demo import open_packed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from demo import open_packed
 from loaders.batches import BatchLoader
 from loaders.collate import collate_indexed
 from loaders.format import FormatError

@@ -25,7 +25,8 @@ def save(path: Path, image: np.ndarray) -> None:
     path.write_bytes(data.tobytes())
 
 
-VOC = """<annotation><filename>{name}.jpg</filename><size><width>{w}</width><height>{h}</height><depth>3</depth></size>{objects}</annotation>
+VOC = """<annotation><filename>{name}.jpg</filename>
+<size><width>{w}</width><height>{h}</height><depth>3</depth></size>{objects}</annotation>
 """
 OBJECT = (
     "<object><name>{name}</name><difficult>{difficult}</difficult><bndbox>"

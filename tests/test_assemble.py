@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_data import MemoryDataset, MixedSizes
 
+from batch_data import MemoryDataset, MixedSizes
 from loaders.batches import BatchLoader
 from loaders.collate import collate_indexed, collate_padded
 

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_data import MemoryDataset, producer_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_data import Packed, write_packed
 
+from batch_data import MemoryDataset, producer_threads
 from loaders.batches import BatchLoader, default_workers
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import Layout
 from loaders.memmap import MemmapDataset
 from loaders.sampling import Order, Remainder
 from loaders.shards import ShardDataset
+from packed_data import Packed, write_packed
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +225,16 @@ def test_an_epoch_of_which_nothing_remains_is_passed_over() -> None:
     assert list(larger) == []
     assert larger.state_dict()["epoch"] == 1
     assert len(list(larger)) == 1
+
+
+def test_a_loaded_position_serves_one_iterator() -> None:
+    loader = BatchLoader(MemoryDataset(40), 8)
+    whole = rows(BatchLoader(MemoryDataset(40), 8))
+    loader.load_state_dict({**loader.state_dict(), "samples_seen": 24})
+    for batch in loader:
+        assert batch["index"].tolist() == whole[3]
+        break
+    assert rows(loader) == whole
 
 
 def test_a_state_of_other_data_or_order_is_refused_and_changes_nothing() -> None:

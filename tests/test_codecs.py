@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from image_data import exif, picture, save, with_exif
 from PIL import Image
 
+from image_data import exif, picture, save, with_exif
 from loaders.codecs import (
     DecodeError,
     EncodeError,

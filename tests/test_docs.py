@@ -12,8 +12,9 @@ import tomllib
 from pathlib import Path
 
 import click
-import packer.cli
 import pytest
+
+import packer.cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -13,11 +13,11 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
-from batch_data import producer_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loaders.engine
+from batch_data import producer_threads
 from loaders.engine import Ordered
 
 
@@ -52,6 +52,18 @@ def test_items_come_in_order_and_not_too_far_ahead(total: int, workers: int, ahe
             assert item == number * number
             assert len(items) == total - number - 1
     assert begun == given_out == total
+
+
+def test_exactly_so_many_items_are_made_ahead() -> None:
+    made: list[int] = []
+    with Ordered(made.append, 100, 4, 3) as items:
+        for given_out in range(1, 4):
+            next(items)
+            deadline = time.monotonic() + 30
+            while len(made) < given_out + 3 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.03)  # time to make one too many
+            assert sorted(made) == list(range(given_out + 3))
 
 
 def test_an_error_comes_in_its_place_and_ends_the_threads() -> None:

@@ -11,9 +11,9 @@ import pytest
 import simplejpeg  # type: ignore[import-untyped]  # it ships a stub, but no py.typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_data import exif, picture, png_chunk, png_of, save, tiff_of, webp_with_exif, with_exif
 from PIL import Image, ImageOps
 
+from image_data import exif, picture, png_chunk, png_of, save, tiff_of, webp_with_exif, with_exif
 from packer import headers
 from packer.images import (
     MAX_JPEG_SCANS,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_data import exif, picture, save, with_exif
 from PIL import Image
 
+from image_data import exif, picture, save, with_exif
 from loaders.codecs import encode_image
 from loaders.jpeg import MAX_SEGMENTS, JpegError, parse_header, restart_interval, restart_offsets
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_data import Packed, write_packed
 
 from loaders.dataset import SampleError
 from loaders.memmap import MemmapDataset
+from packed_data import Packed, write_packed
 
 
 @pytest.fixture

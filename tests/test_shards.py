@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_data import CLASSES, Packed, write_packed
 from torch.utils.data import DataLoader
 
 from loaders.collate import collate_list
@@ -23,6 +22,7 @@ from loaders.format import FormatError
 from loaders.handles import ProcessCache
 from loaders.memmap import MemmapDataset
 from loaders.shards import ShardDataset, ShardStream
+from packed_data import CLASSES, Packed, write_packed
 
 LAYOUTS: dict[str, type[PackedDataset]] = {"tar": ShardDataset, "memmap": MemmapDataset}
 

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from voc_data import put, put_pair, voc_object, voc_xml
 
 from packer.sample import PackError
 from packer.sources import KINDS, detect, open_source
+from voc_data import put, put_pair, voc_object, voc_xml
 
 
 @pytest.mark.parametrize("kind", KINDS)

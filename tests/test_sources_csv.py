@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from source_contract import SourceContract
 
 from packer.sample import Annotation, Finding, Item, Listing, PackError
 from packer.sources.csv import CsvOptions, CsvSource, sniff
+from source_contract import SourceContract
 
 CORNERS = "image,x1,y1,x2,y2,class\n"
 

@@ -4,10 +4,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from source_contract import SourceContract
-
 from packer.sample import Finding, Listing, Source
 from packer.sources.folder import FolderOptions, FolderSource
+from source_contract import SourceContract
 
 
 def put(root: Path, *paths: str) -> None:

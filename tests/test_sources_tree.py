@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from source_contract import opened_paths, say
 
 from packer.sample import Finding, PackError
 from packer.sources.tree import Tree, case_twins, is_picture, printable, report_unsupported, suffix_of, walk
+from source_contract import opened_paths, say
 
 
 def put(root: Path, *paths: str) -> None:

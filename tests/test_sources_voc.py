@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_contract import SourceContract, say
-from voc_data import codes, listed, put, put_pair, source, voc_object, voc_xml
 
 from packer.sample import Finding, PackError, Source
 from packer.sources.splits import SPLIT_NAMES, split_of
@@ -16,6 +14,8 @@ from packer.sources.tree import File
 from packer.sources.voc import VocOptions, VocSource
 from packer.sources.voc_layout import Layout
 from packer.sources.voc_splits import Names
+from source_contract import SourceContract, say
+from voc_data import codes, listed, put, put_pair, source, voc_object, voc_xml
 
 SPLIT_CSV = "train_val_test_split.csv"
 CYRILLIC = "\u0448\u043e\u0432 01"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from voc_data import put, put_pair, source, voc_object, voc_xml
 
 from packer.sample import Annotation, Finding, Item
 from packer.sources.voc_xml import MAX_DEPTH, MAX_OBJECTS, XmlFault, decode_xml, parse_voc, root_element, text_codec
+from voc_data import put, put_pair, source, voc_object, voc_xml
 
 
 def annotate(root: Path, xml: str | bytes, **options: object) -> tuple[Annotation | None, list[Finding]]:

@@ -19,7 +19,6 @@ import torch
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_data import Packed, encode, image, write_packed
 from torch.utils.data import DataLoader
 
 import loaders.stream
@@ -27,6 +26,7 @@ from loaders.collate import collate_list
 from loaders.dataset import SampleError
 from loaders.format import FormatError
 from loaders.shards import ShardDataset, ShardStream
+from packed_data import Packed, encode, image, write_packed
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_data import picture
 
+from image_data import picture
 from packer.sample import Transform
 from packer.transforms import IDENTITY, MAX_OUTPUT_PIXELS, MODES, Mode, Resize, TransformError
 

@@ -6,10 +6,12 @@ with what it was on, progress within a task, and Ctrl-C that leaves no process b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
@@ -43,13 +45,25 @@ class LocalEngine:
             return
         workers: list[_Worker] = []
         try:
-            workers = [_Worker(function, context) for _ in range(count)]
+            with _uninterrupted():
+                for _ in range(count):
+                    workers.append(_Worker(function, context))
             yield from _drive(workers, tasks, describe, on_progress)
         finally:
             for worker in workers:
                 worker.stop()
             for worker in workers:
                 worker.join()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait. Processes started meanwhile never get either: what to do about it is decided here, not by each of them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _map_here(
@@ -86,7 +100,8 @@ class _Worker:
 
     def give(self, number: int, task: Any) -> None:
         self.number, self._seen, self._position.value = number, 0, 0
-        self.pipe.send((number, task))
+        with contextlib.suppress(OSError):  # it has died: `_drive` sees that, and says so
+            self.pipe.send(task)
 
     def progress(self) -> int:
         """Positions passed since the last call."""
@@ -142,10 +157,7 @@ def _drive(
                 code = worker.process.exitcode
                 raise PackError(_death(code, describe(tasks[number], worker.position))) from None
             if not ok:
-                error, text = result
-                if os.environ.get("PACK_DEBUG"):
-                    error = f"{error}\n{text}"
-                raise PackError(error.replace(_PLACE, describe(tasks[number], worker.position)))
+                raise PackError(result.replace(_PLACE, describe(tasks[number], worker.position)))
             on_progress(worker.progress())
             give_next(w)
             yield number, result
@@ -155,28 +167,33 @@ _PLACE = "\0place\0"
 
 
 def _serve(pipe: connection.Connection, position: Any, function: TaskFunction, context: Any) -> None:
-    """A worker's life. It ends when the other side closes the pipe, also by being killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
+    """A worker's life. It ends when the other side closes the pipe."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tick(value: int) -> None:
         position.value = value
-        if os.getppid() != parent:  # the build was killed: an orphan must not write beside the next one
-            os._exit(1)
 
     while True:
         try:
-            _, task = pipe.recv()
+            task = pipe.recv()
         except (EOFError, OSError):
             return
         try:
             answer = (True, function(context, task, tick))
         except Exception as e:
-            answer = (False, (explain(e, _PLACE), traceback.format_exc()))
+            answer = (False, explain(e, _PLACE))
         try:
             pipe.send(answer)
         except OSError:
             return
+
+
+def _end_with_parent() -> None:
+    """When the build is killed: an orphan must not write beside the next one. (Its parent by process id is the fork server.)"""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def explain(error: Exception, place: str) -> str:
@@ -189,7 +206,10 @@ def explain(error: Exception, place: str) -> str:
         return f"{error.filename or place}: {error.strerror or error} (while working on {place})"
     if isinstance(error, MemoryError):
         return f"out of memory while working on {place}; use fewer --workers or a smaller --shard-size"
-    return f"internal error while working on {place}: {type(error).__name__}: {error}; set PACK_DEBUG=1 for details and report it"
+    text = f"internal error while working on {place}: {type(error).__name__}: {error}"
+    if os.environ.get("PACK_DEBUG"):
+        return f"{text}\n{''.join(traceback.format_exception(error))}"
+    return f"{text}; set PACK_DEBUG=1 for details and report it"
 
 
 def _death(code: int | None, place: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -111,11 +112,22 @@ class MemmapWriter:
                 np.lib.format.write_array(f, array, version=(1, 0), allow_pickle=False)
                 f.flush()
                 os.fsync(f.fileno())
+        _sync_folder(self._path)
         return WrittenShard({name: _entry(self._path / name) for name in sorted(["image.npy", *arrays])}, index)
 
     def abort(self) -> None:
-        self._image.close()
+        with contextlib.suppress(OSError):  # closing writes what is still buffered; on a full disk that fails once more
+            self._image.close()
         shutil.rmtree(self._path, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    """The files' names are on disk, too."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _entry(path: Path) -> tuple[int, str]:
@@ -145,8 +157,8 @@ def derive_index(path: Path, task: Task, dtype: str) -> tuple[Index, NDArray[np.
         FormatError: a file is missing, unreadable, of another dtype or shape, or does not fit the others; it names the file.
     """
     arrays = {name: open_array(path / name) for name in fixed_files(task, dtype)}
-    n = len(arrays["key.npy"])
-    num_boxes = len(arrays["boxes.npy"]) if task == "detection" else 0
+    n = _rows(arrays["key.npy"])
+    num_boxes = _rows(arrays["boxes.npy"]) if task == "detection" else 0
     for name, (kind, entry) in fixed_files(task, dtype).items():
         array = arrays[name]
         rows = {"boxes.npy": num_boxes, "labels.npy": num_boxes, "difficult.npy": num_boxes, "box_offsets.npy": n + 1}.get(name, n)
@@ -177,3 +189,7 @@ def derive_index(path: Path, task: Task, dtype: str) -> tuple[Index, NDArray[np.
         builder.add(row, boxes[0].reshape(-1, 4), boxes[1], boxes[2])
         start = end
     return builder.build(), arrays["source.npy"]
+
+
+def _rows(array: NDArray[Any]) -> int:
+    return int(array.shape[0]) if array.ndim else 0

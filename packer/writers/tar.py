@@ -6,8 +6,10 @@ header and every padding byte to be exactly what it must be.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -26,6 +28,11 @@ from packer.writers.csr import IndexBuilder
 BLOCK = tarfile.BLOCKSIZE
 END = b"\0" * (2 * BLOCK)
 MAX_PART_BYTES = (1 << 32) - 1
+
+
+def member_name(key: int, part: str) -> str:
+    """Name of a sample's part in the shard."""
+    return f"{key:09d}.{part}"
 
 
 def member_header(name: str, num_bytes: int) -> bytes:
@@ -84,7 +91,7 @@ class TarWriter:
         if self._task == "classification":
             parts["cls"] = str(sample.label).encode("ascii")
         self._starts.append(self._offset)
-        at = {part: self._part(f"{sample.key:09d}.{part}", data) for part, data in sorted(parts.items())}
+        at = {part: self._part(member_name(sample.key, part), data) for part, data in sorted(parts.items())}
         restarts = restart_offsets(sample.encoded) if sample.suffix == "jpg" else None
         row = index_row(sample.key, (at[sample.suffix], sample.encoded), (at["json"], meta), sample.width, sample.height, sample.label)
         self._index.add(row, sample.boxes, sample.labels, sample.difficult, restarts)
@@ -115,7 +122,8 @@ class TarWriter:
         return WrittenShard(files, self._index.build())
 
     def abort(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # closing writes what is still buffered; on a full disk that fails once more
+            self._file.close()
         self._path.unlink(missing_ok=True)
         self._path.with_name(self._path.name + ".idx").unlink(missing_ok=True)
 
@@ -166,14 +174,16 @@ def read_samples(f: Readable, num_bytes: int) -> Iterator[TarSample]:
         head = f.read(BLOCK)
         if head == END[:BLOCK]:
             break
-        name, size = _parse_header(head, offset, num_bytes)
-        key, _, part = name.partition(".")
-        if int(key) != current.key:
+        key, part, size = _parse_header(head, offset, num_bytes)
+        name = member_name(key, part)
+        if key != current.key:
             if current.key >= 0:
                 yield current
-            current = TarSample(int(key), offset)
+            current = TarSample(key, offset)
         if current.parts and part <= max(current.parts):
             raise FormatError(f"byte {offset}: member {name} is out of order")
+        if offset + BLOCK + size + padding(size) > num_bytes:
+            raise FormatError(f"byte {offset}: member {name} of {size} bytes is cut short")
         data = f.read(size)
         pad = f.read(padding(size))
         if len(data) != size or len(pad) != padding(size):
@@ -189,18 +199,18 @@ def read_samples(f: Readable, num_bytes: int) -> Iterator[TarSample]:
         raise FormatError(f"byte {offset}: expected two zero blocks and the end of the file, found {len(rest)} bytes or more")
 
 
-def _parse_header(head: bytes, offset: int, num_bytes: int) -> tuple[str, int]:
+def _parse_header(head: bytes, offset: int, num_bytes: int) -> tuple[int, str, int]:
+    """(key, part, size) of a member."""
     if len(head) < BLOCK:
         raise FormatError(f"byte {offset}: the file ends without its two zero blocks ({num_bytes} bytes)")
-    try:
-        name = head[:100].rstrip(b"\0").decode("ascii")
-        size = int(head[124:135], 8)
-    except ValueError:
-        raise FormatError(f"byte {offset}: no member header") from None
-    key, dot, part = name.partition(".")
-    if not (dot and len(key) >= 9 and key.isascii() and key.isdigit() and part.isalnum() and head == member_header(name, size)):
-        raise FormatError(f"byte {offset}: the header of {name!r} is not as this tool writes it")
-    return name, size
+    match = re.fullmatch(rb"(\d{9,18})\.([a-z]+)", head[:100].rstrip(b"\0"))
+    digits = re.fullmatch(rb"[0-7]{11}", head[124:135])
+    if not match or not digits:
+        raise FormatError(f"byte {offset}: no member header as this tool writes it")
+    key, part, size = int(match[1]), match[2].decode(), int(digits[0], 8)
+    if head != member_header(member_name(key, part), size):
+        raise FormatError(f"byte {offset}: the header of {match[0].decode()} is not as this tool writes it")
+    return key, part, size
 
 
 def derive_row(sample: TarSample, task: Task) -> tuple[dict[str, int], dict[str, Any], str, bytes]:
