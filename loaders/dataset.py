@@ -22,11 +22,11 @@ from torch.utils.data import Dataset
 
 from loaders.format import FormatError, Layout, Task
 from loaders.handles import ProcessCache, max_open_shards
-from loaders.keyed import KeyedRandom
+from loaders.keyed import KeyedRandom, rekey
+from loaders.regions import Region, SampleDict, Size, Transform, View, ask_region, call, least_size, show
+from loaders.scratch import Scratch
 from loaders.split import Ragged, SplitIndex
 
-SampleDict = dict[str, Any]
-Transform = Callable[[SampleDict, np.random.Generator], SampleDict]
 OnError = Literal["raise", "replace"]
 T = TypeVar("T")
 
@@ -53,11 +53,12 @@ class PackedDataset(Dataset[SampleDict], ABC):
         split: which of its splits.
         transform: ``transform(sample, rng) -> sample``, called with a numpy dict before tensors are made. Its `image` [H, W, 3], `boxes`,
             `labels` and `difficult` are private and writable. `rng` depends on (seed, epoch, index) only, see `loaders.keyed`; it must
-            not be kept after the call. Numpy arrays in the result become tensors, anything else is passed through.
+            not be kept after the call. Numpy arrays in the result become tensors, anything else is passed through. A transform that has
+            `region` or `size` is given part of the picture, which costs less to read and decode: see `loaders.regions`.
         seed: of the transform's randomness.
         on_error: "raise" raises `SampleError` for a damaged sample; "replace" gives the next good one in its place (with its own `key`
             and `index`), counts it in `num_replaced` and warns once.
-        check_crc: compare every image with the CRC-32 in the index (tar layout only).
+        check_crc: compare every image with the CRC-32 in the index (tar layout only); then all its bytes are read, also for a region.
 
     Raises:
         FormatError: the folder is no packed data set of this layout, or has no such split.
@@ -93,6 +94,7 @@ class PackedDataset(Dataset[SampleDict], ABC):
         self._shards: ProcessCache[Any] = ProcessCache(max_open_shards())
         self._random = KeyedRandom()
         self._local = threading.local()
+        self._scratch = Scratch()
         self._num_replaced = 0
 
     # Pickling: a path and options. The arrays are mapped again on the other side.
@@ -202,28 +204,80 @@ class PackedDataset(Dataset[SampleDict], ABC):
             IndexError: out of range.
             SampleError: it cannot be read, under ``on_error="raise"`` or when no replacement is good either.
         """
-        index, image = self._with_replacement(self._index.index(i), lambda j: self._read_image(self._index.position(j)))
-        return self.finish(index, image, epoch)
-
-    def finish(self, index: int, image: NDArray[Any], epoch: int | None = None) -> SampleDict:
-        """The second half of `load`: a decoded image [H, W, 3] to a whole, transformed sample. `index` must be in range."""
-        position = self._index.position(index)
-        key = int(self._index.samples["key"][position])
-        sample: SampleDict = {"image": image, **self._index.annotation(position), "key": key, "index": index}
+        index = self._index.index(i)
         if self.transform is None:
-            return sample
+            index, image = self._with_replacement(index, lambda j: self._read_image(self._index.position(j)))
+            return {"image": image, **self._fields(index)}
+        return self._transformed(self.transform, index, epoch, self._read_view)
+
+    def load_region(self, i: SupportsIndex, region: Region) -> SampleDict:
+        """Part of sample `i` as numpy, untransformed: `image` [h, w, 3] (private) of the region (y, x, height, width), 0-based pixels
+        inside the picture; `boxes` moved along, neither clipped nor dropped.
+
+        Raises:
+            IndexError: out of range.
+            ValueError: the region is empty or leaves the picture.
+            SampleError: it cannot be read; never replaced, since another picture has other regions.
+        """
+        index = self._index.index(i)
+        position = self._index.position(index)
+        y, x, h, w = region
+        height, width = self._size(position)
+        if not (0 <= y < y + h <= height and 0 <= x < x + w <= width):
+            raise ValueError(f"region (y, x, height, width) {region} is empty or leaves {self._name(index)} of {(height, width)}")
+        view = self._read_view(position, region, None)
+        return show(self._fields(index), View(np.array(view.image), view.y, view.x, view.scale))
+
+    def _fields(self, index: int) -> SampleDict:
+        """Everything but the image."""
+        position = self._index.position(index)
+        return {**self._index.annotation(position), "key": int(self._index.samples["key"][position]), "index": index}
+
+    def _size(self, position: int) -> tuple[int, int]:
+        row = self._index.samples[position]
+        return int(row["height"]), int(row["width"])
+
+    def _name(self, index: int) -> str:
+        key = int(self._index.samples["key"][self._index.position(index)])
+        return f"sample {index} (key {key:09d}) of {self.root}, split {self.split!r}"
+
+    def _transformed(
+        self, transform: Transform, index: int, epoch: int | None, read: Callable[[int, Region, Size | None], View]
+    ) -> SampleDict:
+        """Ask for the region, read it by ``read(position, region, least size)``, transform it; all with one generator."""
         epoch = self.epoch if epoch is None else epoch
-        sample["image"] = self._private(image)
+
+        def view(rng: np.random.Generator, j: int) -> tuple[SampleDict, View]:
+            if j != index:
+                assert isinstance(rng.bit_generator, np.random.Philox)
+                rekey(rng.bit_generator, self.seed, epoch, j)
+            position, fields = self._index.position(j), self._fields(j)
+            region = ask_region(transform, fields, *self._size(position), rng, lambda: f"{self._name(j)}, epoch {epoch}")
+            return fields, read(position, region, least_size(transform, region))
+
         with self._random.generator(self.seed, epoch, index) as rng:
-            return transformed(
-                self.transform, sample, rng, lambda: f"sample {index} (key {key:09d}) of {self.root}, split {self.split!r}, epoch {epoch}"
-            )
+            used, (fields, seen) = self._with_replacement(index, lambda j: view(rng, j))
+            private = View(self._private(seen.image), seen.y, seen.x, seen.scale)
+            return call(transform, fields, private, rng, lambda: f"{self._name(used)}, epoch {epoch}")
 
     # Many samples: the seam for BatchLoader
 
     def image_size(self) -> tuple[int, int] | None:
         """(h, w) in pixels when all images have one size, else None. Looks at all samples once, vectorised."""
         return self._index.image_size
+
+    def image_sizes(self) -> NDArray[np.int64]:
+        """(h, w) of each image in pixels, int64 [N, 2]."""
+        return self._index.sizes
+
+    @property
+    def image_dtype(self) -> np.dtype[Any]:
+        """Of stored images: uint8, or what the memmap was packed with."""
+        return self._index.image_dtype
+
+    def reads_regions(self, i: SupportsIndex) -> bool:
+        """Whether `load_region` of sample `i` costs only what the region does; else the image is decoded as a whole."""
+        return self._reads_regions(self._index.position(self._index.index(i)))
 
     def batch_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Per-sample shape and dtype of the fields that `gather` fills.
@@ -331,6 +385,15 @@ class PackedDataset(Dataset[SampleDict], ABC):
         """The image [H, W, 3] at a stored position, or SampleError."""
 
     @abstractmethod
+    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
+        """A region (inside the picture) of the image at a stored position, scaled down at most to `size` where that saves work; or
+        SampleError. The image may be memory of this thread's `Scratch`."""
+
+    @abstractmethod
+    def _reads_regions(self, position: int) -> bool:
+        """See `reads_regions`."""
+
+    @abstractmethod
     def _private(self, image: NDArray[Any]) -> NDArray[Any]:
         """`image` as memory that a transform may change."""
 
@@ -348,22 +411,6 @@ def share_epoch(epoch: torch.Tensor) -> torch.Tensor:
     if not epoch.is_shared():  # type: ignore[no-untyped-call]  # torch gives these two no types
         epoch.share_memory_()  # type: ignore[no-untyped-call]
     return epoch
-
-
-def transformed(transform: Transform, sample: SampleDict, rng: np.random.Generator, where: Callable[[], str]) -> SampleDict:
-    """`transform(sample, rng)`; an exception in it says `where()` it happened.
-
-    Raises:
-        TypeError: it returned no dict.
-    """
-    try:
-        result = transform(sample, rng)
-    except Exception as e:
-        e.add_note(f"in the transform of {where()}")
-        raise
-    if not isinstance(result, dict):
-        raise TypeError(f"the transform of {where()} returned {type(result).__name__}, expected the sample dict")
-    return result
 
 
 def to_tensors(sample: SampleDict) -> SampleDict:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from webdataset.tariterators import group_by_keys, tar_file_iterator  # type: ignore[import-untyped]  # stubs, but no py.typed
 
 from loaders.codecs import DecodeError, decode_image, decode_meta
-from loaders.dataset import SampleDict, SampleError, Transform, transformed
+from loaders.dataset import SampleError
 from loaders.keyed import KeyedRandom
+from loaders.regions import SampleDict, Transform, transformed
 from loaders.tarset import image_part
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")

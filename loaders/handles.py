@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_MAX_VIEWS = 1024  # IOV_MAX of Linux and macOS
+
 
 def max_open_shards() -> int:
     """How many shards one data set keeps open: a quarter of the files that this process may have open, 16 to 512."""
@@ -73,12 +75,19 @@ class OpenFile:
         if self.fd >= 0:
             os.close(self.fd)
 
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill `view` from byte `offset` on; returns the number of bytes read, less than asked for only at the end of the file."""
-        done = 0
-        while done < len(view):
-            count = os.preadv(self.fd, [view[done:]], offset + done)
-            if count == 0:
-                break
+    def read_scattered(self, views: list[memoryview], offset: int, size: int) -> int:
+        """Fill several views of `size` bytes in all, one after the other, with the bytes from `offset` on.
+
+        Returns the number of bytes read, less than `size` only at the end of the file.
+        """
+        done = os.preadv(self.fd, views[:_MAX_VIEWS], offset)
+        count, left = done, views
+        while count > 0 and done < size:
+            whole = 0
+            while count >= len(left[whole]):
+                count -= len(left[whole])
+                whole += 1
+            left = [left[whole][count:], *left[whole + 1 :]]
+            count = os.preadv(self.fd, left[:_MAX_VIEWS], offset + done)
             done += count
         return done

@@ -84,6 +84,18 @@ class JpegHeader:
         w, h = self.mcu_size
         return -(-self.width // w), -(-self.height // h)
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of the cells that decode on their own; (0, 0) where the header promises none.
+
+        It does for a baseline picture (SOF0, 8 bits) with all components in one scan and a restart interval that divides the MCUs of
+        a row.
+        """
+        per_row, rows = self.mcus
+        interval = self.restart_interval
+        whole = self.sof == SOF0 and self.precision == 8 and self.scan_components == len(self.components)
+        return (rows, per_row // interval) if whole and interval and per_row % interval == 0 else (0, 0)
+
 
 def parse_header(data: bytes | memoryview) -> JpegHeader:
     """Read the segments up to the first scan. Takes a few microseconds; reads no pixel data.
@@ -186,18 +198,10 @@ def restart_offsets(data: bytes | memoryview) -> NDArray[np.uint32]:
         header = parse_header(data)
     except JpegError:
         return _NO_GRID
-    per_row, rows = header.mcus
-    interval = header.restart_interval
-    if (
-        header.sof != SOF0
-        or header.precision != 8
-        or header.scan_components != len(header.components)
-        or not interval
-        or per_row % interval
-        or len(data) > np.iinfo(np.uint32).max
-    ):
+    rows, columns = header.grid
+    if not rows or len(data) > np.iinfo(np.uint32).max:
         return _NO_GRID
-    cells = per_row // interval * rows
+    cells = rows * columns
     scan = np.frombuffer(data, np.uint8)[header.scan_offset :]
     # In entropy-coded data FF 00 is a stuffed FF and FF FF is fill: everything else after FF is a marker.
     at = np.flatnonzero(scan[:-1] == 0xFF)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaders.dataset import OnError, PackedDataset, Transform
+from loaders.dataset import OnError, PackedDataset
 from loaders.format import FormatError, Layout, open_array
+from loaders.regions import Region, Size, Transform, View
 
 _META_FILES = ("affine.npy", "original_size.npy", "source.npy")
 
@@ -82,6 +83,17 @@ class MemmapDataset(PackedDataset):
         except FormatError as e:
             raise self._error(position, e) from None
         return image
+
+    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
+        del size  # the pixels are there: nothing is saved by taking fewer
+        image, (y, x, h, w) = self._read_image(position), region
+        if image.shape[:2] != self._size(position):
+            raise self._error(position, f"the image is (height, width) {image.shape[:2]}, the index says {self._size(position)}")
+        return View(image[y : y + h, x : x + w], y, x, 1)
+
+    def _reads_regions(self, position: int) -> bool:
+        del position
+        return True
 
     def _private(self, image: NDArray[Any]) -> NDArray[Any]:
         return image.copy()

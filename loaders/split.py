@@ -23,7 +23,8 @@ class SplitIndex:
     """One split of a packed folder, or a selection of it. Numpy arrays only, mapped: opened in O(1) for any number of samples.
 
     `samples`: `SAMPLE_DTYPE` rows by position; `boxes` float32 [M, 4], `box_labels` int64 [M], `difficult` uint8 [M] and `offsets` int64
-    by position (detection, else None); `shard_starts` int64 [shards + 1]: position of each shard's first sample.
+    by position (detection, else None); `shard_starts` int64 [shards + 1]: position of each shard's first sample; `restarts` and
+    `restart_offsets`: cells of crop-decodable JPEGs, CSR by position (None where the split has none).
 
     Raises:
         FormatError: no packed data set of this layout, or no such split.
@@ -49,6 +50,8 @@ class SplitIndex:
         self.box_labels = None if index.labels is None else np.asarray(index.labels)
         self.difficult = None if index.difficult is None else np.asarray(index.difficult)
         self.offsets = None if index.box_offsets is None else np.asarray(index.box_offsets)
+        self.restarts = None if index.restarts is None else np.asarray(index.restarts)
+        self.restart_offsets = None if index.restart_offsets is None else np.asarray(index.restart_offsets)
         shards = manifest.splits[split].shards
         self.shard_starts = np.cumsum([0, *(s.num_samples for s in shards)], dtype=np.int64)
         self.image_bytes = np.array([_image_bytes(s) for s in shards], np.int64)
@@ -69,7 +72,7 @@ class SplitIndex:
                 raise ValueError(f"a bool selection has shape {chosen.shape}, expected ({len(self)},)")
             chosen = np.flatnonzero(chosen)
         other = object.__new__(SplitIndex)
-        derived = ("labels", "box_offsets", "image_size", "fingerprint")
+        derived = ("labels", "box_offsets", "image_size", "sizes", "fingerprint")
         other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in derived})
         other.selection = self.positions(self.checked(chosen))
         return other
@@ -160,6 +163,18 @@ class SplitIndex:
             return {}
         rows = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
         return {"boxes": self.boxes[rows].copy(), "labels": self.box_labels[rows].copy(), "difficult": self.difficult[rows].copy()}
+
+    def cells(self, position: int) -> NDArray[np.uint32] | None:
+        """`loaders.jpeg.restart_offsets` of the image at a position; None where it has no restart grid."""
+        if self.restarts is None or self.restart_offsets is None:
+            return None
+        start, stop = int(self.restart_offsets[position]), int(self.restart_offsets[position + 1])
+        return self.restarts[start:stop] if stop > start else None
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """(h, w) of each image, int64 [N, 2]."""
+        return np.stack([self._column(name).astype(np.int64) for name in ("height", "width")], axis=1)
 
     def ragged(self, indices: ArrayLike) -> Ragged:
         """Boxes of several samples by one CSR take, see `PackedDataset.gather_ragged`."""

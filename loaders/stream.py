@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loaders.dataset import SampleDict, Transform, share_epoch, to_tensors
+from loaders.dataset import share_epoch, to_tensors
 from loaders.foreign import ForeignTars, expand_sources, is_foreign
+from loaders.regions import SampleDict, Transform
 from loaders.sampling import hash_key, hashes, permutation
 from loaders.tarset import ShardDataset
 
@@ -156,7 +157,7 @@ class _PackedReader:
                 yield index, self._dataset.encoded(index)
 
     def decode(self, index: int, data: bytes, epoch: int) -> SampleDict:
-        return self._dataset.finish(index, self._dataset.decode(index, data), epoch)
+        return self._dataset.load_encoded(index, data, epoch)
 
 
 def _share(count: int, number: int, parts: int) -> range:

@@ -6,6 +6,7 @@ Nothing is mapped but the index, no tar header is read, and no JSON is parsed ex
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaders.codecs import DecodeError, ImagePart, decode_image, decode_meta
+from loaders.crops import Grid, Read, SubJpeg, dct_scale, decode_scaled, open_grid, reader, scaled_cut
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import Layout
 from loaders.handles import OpenFile
+from loaders.jpeg import JpegError, parse_header
+from loaders.regions import Region, SampleDict, Size, View
 
 _MIN_BUFFER = 1 << 18
 
@@ -33,7 +37,9 @@ def image_part(data: bytes | memoryview) -> ImagePart | None:
 class ShardDataset(PackedDataset):
     """One split of tar shards, by sample number. See `PackedDataset` for arguments, samples and errors.
 
-    Image bytes are read with `os.preadv`, never mapped: a file that is cut short while training gives a `SampleError`.
+    Image bytes are read with `os.preadv`, never mapped: a file that is cut short while training gives a `SampleError`. Of a JPEG with a
+    restart grid only the cells that a transform's `region` needs are read and decoded; any other image is decoded whole and cut, with
+    the same result.
     """
 
     layout: ClassVar[Layout] = "tar"
@@ -56,13 +62,15 @@ class ShardDataset(PackedDataset):
         position = self._index.position(index)
         return bytes(self._read_part(position, self._index.samples[position], "image"))
 
-    def decode(self, index: int, data: bytes) -> NDArray[np.uint8]:
-        """What `encoded` gave to uint8 [H, W, 3] RGB.
+    def load_encoded(self, index: int, data: bytes, epoch: int | None = None) -> SampleDict:
+        """`load` of what `encoded` gave: a whole, transformed sample. `index` must be in range.
 
         Raises:
             SampleError: it cannot be decoded, or has another size than the index says.
         """
-        return self._decoded(self._index.position(index), data, None)
+        if self.transform is None:
+            return {"image": self._decoded(self._index.position(index), data, None), **self._fields(index)}
+        return self._transformed(self.transform, index, epoch, partial(self._view_of, data))
 
     def _read_image(self, position: int) -> NDArray[Any]:
         return self._decoded(position, self._read_part(position, self._index.samples[position], "image"), None)
@@ -81,22 +89,83 @@ class ShardDataset(PackedDataset):
             raise self._error(position, f"the {part} is decoded to (height, width, channels) {image.shape}, the index says {size}")
         return image
 
-    def _read_part(self, position: int, row: np.void, part: str) -> memoryview:
-        """Bytes of "image" or "json", in this thread's buffer: valid until its next read."""
-        size, offset = int(row[f"{part}_size"]), int(row[f"{part}_offset"])
-        buffer: bytearray = self._local.__dict__.get(part, b"")
+    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
+        row = self._index.samples[position]
+        cells = self._index.cells(position)
+        if cells is None:
+            return self._view_of(self._read_part(position, row, "image"), position, region, size)
+        num_bytes = int(row["image_size"])
+        try:
+            if not 0 < (head_size := int(cells[0])) <= num_bytes:
+                raise JpegError(f"has {num_bytes} bytes, the index says that its cells begin at byte {head_size}")
+            if self.check_crc:
+                data = self._read_part(position, row, "image")
+                return self._cells(position, open_grid(data[:head_size], cells, num_bytes), region, size, reader(data))
+            head = self._buffer("head", head_size)
+            read = partial(self._read, position, row, "image")
+            read([head], 0, head_size)
+            return self._cells(position, open_grid(head, cells, num_bytes), region, size, read)
+        except JpegError as e:
+            raise self._error(position, f"the jpg {e}") from None
+        except DecodeError as e:
+            raise self._error(position, f"the jpg cannot be decoded: {e}") from None
+
+    def _reads_regions(self, position: int) -> bool:
+        return self._index.cells(position) is not None
+
+    def _cells(self, position: int, grid: Grid, region: Region, size: Size | None, read: Read) -> View:
+        """A region of a crop-decodable JPEG. Raises JpegError or DecodeError."""
+        header = grid.header
+        if (header.height, header.width) != self._size(position):
+            raise JpegError(f"says (height, width) {(header.height, header.width)}, the index says {self._size(position)}")
+        scale = 1 if size is None else dct_scale(header, region[2], region[3], size)
+        jpeg = SubJpeg(grid, region, scale)
+        buffer = self._buffer("cells", jpeg.num_bytes)
+        jpeg.assemble(buffer, read)
+        return View(jpeg.decode(buffer, self._scratch.blank), jpeg.y, jpeg.x, scale)
+
+    def _view_of(self, data: bytes | memoryview, position: int, region: Region, size: Size | None) -> View:
+        """A region of an image that must be decoded as a whole."""
+        y, x, h, w = region
+        out, scale = None, 1
+        if image_part(data) == "jpg":
+            with suppress(JpegError):  # what is wrong with it, the decoder says
+                header = parse_header(data)
+                if (header.height, header.width) == self._size(position):
+                    scale = 1 if size is None else dct_scale(header, h, w, size)
+                    out = self._scratch.blank((header.height, header.width, 3)) if scale == 1 else None
+        if scale == 1:
+            image = self._decoded(position, data, out)
+        else:
+            try:
+                image = decode_scaled(data, *self._size(position), scale, self._scratch.blank)
+            except DecodeError as e:
+                raise self._error(position, f"the jpg cannot be decoded: {e}") from None
+        return View(image[scaled_cut(region, scale)], y - y % scale, x - x % scale, scale)
+
+    def _buffer(self, name: str, size: int) -> memoryview:
+        """Memory of this thread: valid until it asks for `name` again."""
+        buffer: bytearray = self._local.__dict__.get(name, b"")
         if len(buffer) < size:
-            buffer = self._local.__dict__[part] = bytearray(max(_MIN_BUFFER, 1 << (size - 1).bit_length()))
-        view = memoryview(buffer)[:size]
-        shard = int(row["shard"])
+            buffer = self._local.__dict__[name] = bytearray(max(_MIN_BUFFER, 1 << (size - 1).bit_length()))
+        return memoryview(buffer)[:size]
+
+    def _read(self, position: int, row: np.void, part: str, views: list[memoryview], offset: int, size: int) -> None:
+        """Fill the views with the `size` bytes of "image" or "json" from `offset` on."""
+        shard, offset = int(row["shard"]), offset + int(row[f"{part}_offset"])
         try:
             file: OpenFile = self._shards.get(shard, lambda: OpenFile(self._index.shard_path(shard)))
-            count = file.read_into(view, offset)
+            count = file.read_scattered(views, offset, size)
         except (OSError, IndexError, OverflowError) as e:
             raise self._unreadable(position, part, getattr(e, "strerror", None) or str(e)) from None
         if count < size:
             reason = f"the file ends {size - count} bytes short of the {part}'s end at byte {offset + size}: it was cut short"
             raise self._unreadable(position, part, reason)
+
+    def _read_part(self, position: int, row: np.void, part: str) -> memoryview:
+        """Bytes of "image" or "json", in this thread's buffer: valid until its next read."""
+        view = self._buffer(part, int(row[f"{part}_size"]))
+        self._read(position, row, part, [view], 0, len(view))
         if self.check_crc and zlib.crc32(view) != int(row[f"{part}_crc32"]):
             reason = f"the {part} has CRC-32 {zlib.crc32(view):08x}, the index says {int(row[f'{part}_crc32']):08x}: its bytes were changed"
             raise self._unreadable(position, part, reason)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from loaders.format import FINDINGS_NAME, MANIFEST_NAME
 from packer.engines import open_engine
 from packer.findings import Findings
 from packer.job import Remarks
-from packer.outdir import check_places, close_partial, is_ours, locked, open_partial, repair_swap, siblings, swap_in
+from packer.outdir import check_places, close_partial, is_ours, locked, open_partial, remove_data_set, repair_swap, siblings, swap_in
 from packer.publish import publish
 from packer.recipe import Recipe
 from packer.records import write_file
@@ -32,23 +31,35 @@ def build(src: Path, out: Path, recipe: Recipe, console: Console, *, overwrite: 
     Raises:
         PackError: the job cannot be done; nothing was published.
     """
+    check_places(src, out)
     repaired = repair_swap(out)
     if repaired:
         console.say(repaired)
-    check_places(src, out)
-    run = _start(src, recipe, console)
     with locked(out):
-        replaces = overwrite and (out / MANIFEST_NAME).is_file()
-        if not replaces:
-            return _build_in(run, out)
-        new, _ = siblings(out)
-        if new.exists() and not is_ours(new) and any(new.iterdir()):
-            raise PackError(f"{new}: is in the way of --overwrite and was not made by pack; move it")
-        with locked(new):
-            outcome = _build_in(run, new)
-            if outcome.ok:
-                swap_in(out)
-        return outcome
+        if overwrite and (out / MANIFEST_NAME).is_file():
+            return _replace(src, out, recipe, console)
+        return _build_in(_start(src, recipe, console), out)
+
+
+def _replace(src: Path, out: Path, recipe: Recipe, console: Console) -> Outcome:
+    """Build beside the finished data set `out`, and put the new one in its place when it is complete."""
+    new, old = siblings(out)
+    for folder in (new, old):
+        if folder.exists() and not is_ours(folder) and any(folder.iterdir()):
+            raise PackError(f"{folder}: is in the way of --overwrite and was not made by pack; move it")
+    if (new / MANIFEST_NAME).is_file():
+        # Finished by an earlier --overwrite that was interrupted just before the swap: is it what is asked for now?
+        try:
+            with locked(new):
+                restore(_start(src, recipe, console), new)
+        except PackError:
+            remove_data_set(new)
+    with locked(new):
+        outcome = _build_in(_start(src, recipe, console), new)
+        left = swap_in(out) if outcome.ok else None
+    if left:
+        console.say(left)
+    return outcome
 
 
 def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
@@ -58,7 +69,7 @@ def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
     run = _start(src, recipe, console)
     plan = make_plan(run)
     if plan is None:
-        return _judge(run, 0, 0, "check")
+        return _judge(run, 0, 0)
     context = Context(plan.spec, plan.source, None, run.versions)
     results = dict(run.map(check_job, context, plan.jobs, "checking"))
     remarks, digests, packed = Remarks(), Digests(plan.listing), 0
@@ -70,7 +81,7 @@ def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
         packed += int(results[number].packed.sum())
     run.remark(plan, remarks, digests)
     _say_sums(run, plan.listing, packed)
-    return _judge(run, packed, len(plan.listing.items) - packed, "check")
+    return _judge(run, packed, len(plan.listing.items) - packed)
 
 
 def _start(src: Path, recipe: Recipe, console: Console) -> Run:
@@ -81,20 +92,16 @@ def _start(src: Path, recipe: Recipe, console: Console) -> Run:
 def _build_in(run: Run, out: Path) -> Outcome:
     if (out / MANIFEST_NAME).is_file():
         return restore(run, out)
-    partial = open_partial(out)
     plan = make_plan(run)
+    partial = open_partial(out)
     if plan is None:
-        _leave_findings(run, out)
-        return _judge(run, 0, 0, "build")
+        return _fail(run, out, _judge(run, 0, 0))
     shards, remarks, digests, packed = run_plan(run, plan, partial)
     run.remark(plan, remarks, digests)
     _say_sums(run, plan.listing, packed)
-    outcome = _judge(run, packed, len(plan.listing.items) - packed, "build")
-    if outcome.ok and not shards:
-        outcome = replace(outcome, ok=False, message="nothing to pack: every picture was left out")
+    outcome = _judge(run, packed, len(plan.listing.items) - packed)
     if not outcome.ok:
-        _leave_findings(run, out)
-        return outcome
+        return _fail(run, out, outcome)
     head = heading_of(run, plan, sorted(remarks.parts), digests.fingerprint())
     outcome.manifest = publish(out, partial, shards, head, run.findings)
     close_partial(partial)
@@ -112,31 +119,30 @@ def _say_sums(run: Run, listing: Listing, num_packed: int) -> None:
     )
 
 
-def _leave_findings(run: Run, out: Path) -> None:
+def _fail(run: Run, out: Path, outcome: Outcome) -> Outcome:
     """A failed build leaves its findings, and no manifest."""
-    write_file(out / FINDINGS_NAME, run.findings.jsonl().encode("utf-8", "backslashreplace"))
+    path = out / FINDINGS_NAME
+    write_file(path, run.findings.jsonl().encode("utf-8", "backslashreplace"))
+    return replace(outcome, message=f"{outcome.message}; nothing was published, all findings are in {path}")
 
 
-def _judge(run: Run, packed: int, skipped: int, what: Literal["build", "check"]) -> Outcome:
+def _judge(run: Run, packed: int, skipped: int) -> Outcome:
     """Whether the findings allow to publish."""
     for line in run.findings.summary():
         run.console.say(line)
-    counts, policy = run.findings.counts(), run.recipe.run
-    outcome = Outcome(True, "", packed, skipped, run.findings)
+    counts, policy, total = run.findings.counts(), run.recipe.run, packed + skipped
+    problem = ""
     if counts["error"]:
-        outcome.ok, outcome.message = False, "the data set has faults that concern all of it (level error); nothing was published"
+        problem = "the data set has faults that concern all of it (level error)"
     elif counts["skip"] and policy.on_error == "fail":
-        outcome.ok = False
-        outcome.message = (
-            f"{skipped:,} of {packed + skipped:,} pictures cannot be packed; nothing was published. "
-            f"--on-error skip would leave them out and pack {packed:,}"
-        )
-    elif policy.max_skip is not None and skipped > allowed_skips(policy.max_skip, packed + skipped):
-        outcome.ok = False
-        outcome.message = f"{skipped:,} of {packed + skipped:,} pictures would be left out, --max-skip allows {policy.max_skip:g}"
-    if what == "check" and not outcome.ok:
-        outcome.message = outcome.message.replace("; nothing was published", "")
-    return outcome
+        what = f"{skipped:,} of {total:,} pictures cannot be packed" if skipped else "some annotations have no picture"
+        problem = f"{what}; --on-error skip would leave them out and pack {packed:,}"
+    elif policy.max_skip is not None and skipped > allowed_skips(policy.max_skip, total):
+        limit = f"{policy.max_skip:,}" if isinstance(policy.max_skip, int) else f"{policy.max_skip * 100:g}%"
+        problem = f"{skipped:,} of {total:,} pictures would be left out, --max-skip allows {limit}"
+    elif not packed:
+        problem = "nothing to pack: every picture was left out"
+    return Outcome(not problem, problem, packed, skipped, run.findings)
 
 
 def allowed_skips(limit: int | float, total: int) -> float:

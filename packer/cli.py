@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -24,22 +25,27 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
         except (PackError, FormatError) as e:
             _fail(str(e))
-        except BrokenPipeError:
+        except BrokenPipeError:  # the reader of our output has gone
             sys.stderr.close()
             ctx.exit(1)
-        except OSError as e:
+        except Exception as e:
             from packer.engines.local import explain
 
             _fail(explain(e, "the output"))
-        except MemoryError:
-            _fail("out of memory; use fewer --workers")
 
 
-def _fail(message: str) -> NoReturn:
+def _interrupted(message: str) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # impatience must not cut the message short
+    _fail(f"interrupted; {message}")
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
     click.echo(f"error: {message}", err=True)
-    raise SystemExit(1)
+    raise SystemExit(status)
 
 
 def _terminate(*_: object) -> NoReturn:
@@ -51,6 +57,9 @@ def _terminate(*_: object) -> NoReturn:
 def main() -> None:
     """Pack an image data set once; train on it without waiting and without broken samples."""
     signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):  # a name may hold what the terminal's encoding cannot say
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def recipe_options(command: F) -> F:
@@ -126,7 +135,7 @@ def build(src: Path, out: Path, overwrite: bool, quiet: bool, **options: Any) ->
     try:
         outcome = run_build(src, out, _recipe(options), console, overwrite=overwrite)
     except KeyboardInterrupt:
-        _fail(f"interrupted; nothing was published. Finished shards are kept in {out}: the same command again goes on from there")
+        _interrupted("nothing was published. Finished shards are kept: the same command again goes on from there")
     if not outcome.ok:
         _fail(outcome.message)
     if outcome.message:
@@ -153,7 +162,7 @@ def check(src: Path, as_json: bool, quiet: bool, **options: Any) -> None:
     try:
         outcome = run_check(src, _recipe(options), Terminal(quiet=quiet or as_json))
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was written")
+        _interrupted("nothing was written")
     if as_json:
         found = [as_dict(f) for f in outcome.findings or ()]
         click.echo(json.dumps({"findings": found, "num_samples": outcome.num_samples, "num_skipped": outcome.num_skipped}, indent=1))
@@ -182,7 +191,7 @@ def verify(out: Path, quick: bool, workers: int | None, as_json: bool, quiet: bo
     try:
         problems = run_verify(out, open_engine("local", workers or default_workers()), quick=quick, progress=console.progress)
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was changed")
+        _interrupted("nothing was changed")
     errors = [p for p in problems if p.level == "error"]
     if as_json:
         click.echo(json.dumps(to_json(problems), indent=1))
@@ -222,16 +231,22 @@ def _recipe(options: dict[str, Any]) -> Any:
         },
         "run": {k: o(k) for k in ("workers", "engine", "on_error", "max_skip")},
     }
-    return load_recipe(o("recipe"), flags)
+    try:
+        return load_recipe(o("recipe"), flags)
+    except PackError as e:
+        _fail(str(e), 2)
 
 
 def _read_classes(path: Path | None) -> list[str] | None:
     if path is None:
         return None
     try:
-        return [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+        names = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise click.BadParameter(f"{path}: {e}", param_hint="--classes") from None
+    if not names:
+        raise click.BadParameter(f"{path}: holds no class name", param_hint="--classes")
+    return names
 
 
 def _shares(text: str | None) -> dict[str, str]:

@@ -38,8 +38,9 @@ def describe(root: Path) -> Iterator[str]:
     if manifest.classes:
         yield ""
         yield from table(_class_rows(manifest, indexes))
-    yield ""
-    yield from table(_range_rows(manifest, list(indexes.values())))
+    if total:
+        yield ""
+        yield from table(_range_rows(manifest, list(indexes.values())))
 
 
 def _class_rows(manifest: Manifest, indexes: dict[str, Index]) -> list[list[str]]:
@@ -47,8 +48,8 @@ def _class_rows(manifest: Manifest, indexes: dict[str, Index]) -> list[list[str]
     rows = [["id", "class", *(f"{name} {unit}" for name in indexes)]]
     counts = []
     for index in indexes.values():
-        labels = index.samples["label"] if index.labels is None else index.labels
-        counts.append(np.bincount(np.asarray(labels), minlength=len(manifest.classes)))
+        labels = np.asarray(index.samples["label"] if index.labels is None else index.labels)
+        counts.append(np.bincount(labels[(labels >= 0) & (labels < len(manifest.classes))], minlength=len(manifest.classes)))
     for i, name in enumerate(manifest.classes):
         rows.append(
             [str(i), name.encode("unicode_escape").decode() if not name.isprintable() else name, *(f"{int(c[i]):,}" for c in counts)]
@@ -82,9 +83,11 @@ def table(rows: list[list[str]]) -> Iterator[str]:
 
 def human_bytes(n: int) -> str:
     """1234567 -> "1.2 MB"."""
-    value = float(n)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    if n < 1000:
+        return f"{n} B"
+    value = n / 1000
+    for unit in ("kB", "MB", "GB"):
+        if round(value, 1) < 1000:
+            return f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"

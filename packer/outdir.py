@@ -9,16 +9,18 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from loaders.format import FINDINGS_NAME, INDEX_DIR, MANIFEST_NAME, README_NAME, FormatError, Manifest, read_manifest
 from packer.plan import SPLITS
-from packer.records import PARTIAL_DIR, sync_folder, write_file
+from packer.records import PARTIAL_DIR, sync_path, write_file
 from packer.sample import PackError
 
 JOURNAL_NAME = "publishing.json"
+_PLACE = re.compile(rf"({'|'.join(SPLITS)})/shard-[0-9]{{6,}}(\.tar(\.idx)?)?")
 
 
 def siblings(out: Path) -> tuple[Path, Path]:
@@ -58,7 +60,11 @@ def is_ours(out: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder if need be and hold it for this build alone. The lock ends with the process, however it ends."""
+    """Make the folder if need be and hold it for this build alone. The lock ends with the process, however it ends.
+
+    A folder that was made for nothing is removed again.
+    """
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -77,6 +83,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+        if made:
+            with contextlib.suppress(OSError):  # not empty, as it should be
+                folder.rmdir()
 
 
 def open_partial(out: Path) -> Path:
@@ -120,16 +129,19 @@ def _undo_publication(out: Path, partial: Path) -> None:
             (out / split).rmdir()
     for name in (INDEX_DIR, FINDINGS_NAME, README_NAME):
         _remove(out / name)
-    sync_folder(partial)
+    sync_path(partial)
     journal.unlink()
 
 
 def _moves(journal: Path) -> dict[str, str]:
+    """What the journal says, as far as it makes sense: nothing but shards is ever moved."""
     try:
         moves = json.loads(journal.read_bytes())
     except ValueError:
         return {}
-    return {str(name): str(place) for name, place in moves.items()} if isinstance(moves, dict) else {}
+    if not isinstance(moves, dict):
+        return {}
+    return {name: place for name, place in moves.items() if "/" not in name and _PLACE.fullmatch(str(place))}
 
 
 def close_partial(partial: Path) -> None:
@@ -176,7 +188,7 @@ def swap_in(out: Path) -> str | None:
     out = out.resolve()
     os.replace(out, old)
     os.replace(new, out)
-    sync_folder(out.parent)
+    sync_path(out.parent)
     return remove_data_set(old)
 
 

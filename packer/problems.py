@@ -42,16 +42,17 @@ class VerifyContext:
 
 
 def file_problems(root: Path, name: str, num_bytes: int, sha256: str | None) -> Iterator[Problem]:
-    """Whether a file is there, has its size and (unless None) its checksum."""
+    """Whether a file is there, has its size and (unless None) its checksum. Of another kind of file (a pipe, ...) nothing is read."""
     path = root / name
     try:
         size = path.stat().st_size
-        if not path.is_file() or size != num_bytes:
-            what = f"{size:,} bytes, the manifest says {num_bytes:,}" if path.is_file() else "is no regular file"
-            yield Problem("error", "wrong-size", name, what + REBUILD)
+        if not path.is_file():
+            yield Problem("error", "missing-file", name, "is no regular file" + REBUILD)
+        elif size != num_bytes:
+            yield Problem("error", "wrong-size", name, f"{size:,} bytes, the manifest says {num_bytes:,}{REBUILD}")
         elif sha256 is not None and (found := sha256_file(path)) != sha256:
             yield Problem("error", "checksum", name, f"content was changed: sha256 is {found}, the manifest says {sha256}{REBUILD}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         yield Problem("error", "missing-file", name, "is missing" + REBUILD)
     except OSError as e:
         yield Problem("error", "unreadable", name, f"cannot be read: {e.strerror}")

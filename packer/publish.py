@@ -36,7 +36,7 @@ from loaders.format import (
 from packer.card import data_card
 from packer.findings import Findings
 from packer.outdir import begin_publication
-from packer.records import shard_file, sync_folder, write_file
+from packer.records import shard_file, sync, sync_path, write_file
 from packer.sample import WrittenShard
 from packer.writers.csr import concatenate
 
@@ -74,7 +74,7 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
         n = numbers.get(shard.split, 0)
         numbers[shard.split] = n + 1
         places.append((shard, shard_path(shard.split, n, heading.layout)))
-    _move(out, partial, places)
+    move_shards(out, partial, places)
     files: dict[str, FileEntry] = {}
     splits: dict[str, SplitEntry] = {}
     for split in numbers:
@@ -103,22 +103,25 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
         created_by=heading.created_by,
     )
     write_file(out / README_NAME, data_card(manifest).encode())
-    sync_folder(out)
+    sync_path(out)
     write_file(out / MANIFEST_NAME, manifest_text(manifest).encode())
     return manifest
 
 
-def _move(out: Path, partial: Path, places: Iterable[tuple[FinishedShard, str]]) -> None:
+def move_shards(out: Path, partial: Path, places: Iterable[tuple[FinishedShard, str]]) -> None:
+    """Sync each shard's files and move them from ``.partial/`` to their path below `out`, having written down which goes where."""
     moves: dict[str, str] = {}
     for shard, place in places:
         names = [n for n in shard.written.files if not n or n.startswith(".")] or [""]
         moves |= {shard_file(shard.path, n).name: place + n for n in names}
+    for name in moves:
+        sync(partial / name)
     begin_publication(partial, moves)
     for name, place in moves.items():
         (out / place).parent.mkdir(exist_ok=True)
         os.replace(partial / name, out / place)
     for folder in {(out / place).parent for place in moves.values()}:
-        sync_folder(folder)
+        sync_path(folder)
 
 
 def _entry(written: WrittenShard, place: str) -> ShardEntry:

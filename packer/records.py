@@ -69,7 +69,10 @@ def shard_file(shard: Path, name: str) -> Path:
 
 
 def save_record(files: JobFiles, result: JobResult) -> None:
-    """Move a job's shard from its temporary place and write its record, each complete on disk before it has its name."""
+    """Move a job's shard from its temporary place and write its record.
+
+    Nothing is synced: after a power cut the checksums tell what of it is whole. `publish` syncs.
+    """
     if result.shard is not None:
         if files.shard.is_dir():
             shutil.rmtree(files.shard)
@@ -78,7 +81,6 @@ def save_record(files: JobFiles, result: JobResult) -> None:
                 os.replace(shard_file(files.temporary, name), shard_file(files.shard, name))
         if files.temporary.is_dir():
             os.replace(files.temporary, files.shard)
-        sync_folder(files.shard.parent)
     arrays: dict[str, NDArray[Any]] = {"digests": result.digests, "packed": result.packed}
     if result.shard is not None:
         arrays |= {f"index_{k}": v for k in INDEX_ARRAYS if (v := getattr(result.shard.index, k)) is not None}
@@ -91,13 +93,13 @@ def save_record(files: JobFiles, result: JobResult) -> None:
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
-    write_file(files.record, buffer.getvalue())
+    write_file(files.record, buffer.getvalue(), sync=False)
 
 
 def load_record(files: JobFiles, *, reuse: bool) -> JobResult | None:
     """A job's result, or None when there is none, or (under `reuse`) when it is not final or the shard is not as it was written."""
     try:
-        with np.load(files.record, allow_pickle=False) as z:
+        with files.record.open("rb") as f, np.load(f, allow_pickle=False) as z:
             arrays = {name: z[name] for name in z.files}
         head = json.loads(arrays.pop("head").tobytes())
         findings = [Finding(**f) for f in head["findings"]]
@@ -115,27 +117,38 @@ def load_record(files: JobFiles, *, reuse: bool) -> JobResult | None:
 
 def is_intact(shard: Path, files: Mapping[str, tuple[int, str]]) -> bool:
     """Whether every file of a shard has exactly the bytes that were written."""
+    return all(has_bytes(shard_file(shard, name), num_bytes, sha256) for name, (num_bytes, sha256) in files.items())
+
+
+def has_bytes(path: Path, num_bytes: int, sha256: str) -> bool:
+    """Whether this is a readable file of just this size and hex SHA-256."""
     try:
-        return all(
-            (p := shard_file(shard, name)).stat().st_size == num_bytes and sha256_file(p) == sha for name, (num_bytes, sha) in files.items()
-        )
+        return path.is_file() and path.stat().st_size == num_bytes and sha256_file(path) == sha256
     except OSError:
         return False
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file: under another name first, on disk, then renamed."""
+def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write a whole file: under another name first, on disk (`sync`), then renamed."""
     temporary = path.with_name(f"tmp-{os.getpid()}-{path.name}")
     with temporary.open("wb") as f:
         f.write(data)
         f.flush()
-        os.fsync(f.fileno())
+        if sync:
+            os.fsync(f.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    if sync:
+        sync_path(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
+def sync(path: Path) -> None:
+    """Put a shard's file, or all files of its folder and their names, on disk."""
+    for file in [*path.iterdir(), path] if path.is_dir() else [path]:
+        sync_path(file)
+
+
+def sync_path(path: Path) -> None:
+    """Put a file's bytes, or a folder's names, on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

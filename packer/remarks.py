@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import filecmp
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packer.job import Remarks, Spec
-from packer.sample import Finding, Listing, Source
+from packer.sample import Finding, Item, Listing, Source
 
 DARK_16BIT = 4096
 
 
-def duplicate_findings(listing: Listing, split_of: Sequence[str | None], digests: NDArray[np.uint8]) -> Iterator[Finding]:
+def duplicate_findings(
+    listing: Listing, split_of: Sequence[str | None], digests: NDArray[np.uint8], same_bytes: Callable[[Item, Item], bool]
+) -> Iterator[Finding]:
     """Pictures with equal bytes in two splits (a leak), or with two labels or sets of boxes.
 
     `split_of[i]` is None for an item that is in no split. `digests` uint8 [N, 2, 16], of picture and annotation; zeros: unknown.
+    `same_bytes` has the last word on pictures of equal digests.
     """
-    for keys in _equal_rows(digests[:, 0]):
+    for keys in _copies(listing, digests[:, 0], same_bytes):
         first, *others = keys
         a = listing.items[first]
         known = [key for key in keys if digests[key, 1].any()]
@@ -33,6 +38,31 @@ def duplicate_findings(listing: Listing, split_of: Sequence[str | None], digests
                 c = listing.items[known[0]]
                 differ = f"label {c.label!r}, this one has {b.label!r}" if listing.task == "classification" else "other boxes"
                 yield Finding("warning", "duplicate-image", b.path, f"has the same bytes as {c.path}, which has {differ}", sample=b.path)
+
+
+def same_files(root: Path) -> Callable[[Item, Item], bool]:
+    """Compares two pictures below `root` byte by byte; one that cannot be read now is the same as no other."""
+
+    def same(a: Item, b: Item) -> bool:
+        try:
+            return filecmp.cmp(root / a.path, root / b.path, shallow=False)
+        except OSError:
+            return False
+
+    return same
+
+
+def _copies(listing: Listing, digests: NDArray[np.uint8], same_bytes: Callable[[Item, Item], bool]) -> Iterator[list[int]]:
+    """Positions, ascending, of pictures that are the same file twice or more."""
+    for keys in _equal_rows(digests):
+        sets: list[list[int]] = []
+        for key in keys:
+            mine = next((s for s in sets if same_bytes(listing.items[s[0]], listing.items[key])), None)
+            if mine is None:
+                sets.append([key])
+            else:
+                mine.append(key)
+        yield from (s for s in sets if len(s) > 1)
 
 
 def _equal_rows(rows: NDArray[np.uint8]) -> Iterator[list[int]]:

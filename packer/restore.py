@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loaders.format import Manifest, ShardEntry, manifest_text, read_manifest, sha256_file
+import numpy as np
+
+from loaders.format import README_NAME, SAMPLE_DTYPE, FormatError, Manifest, index_path, open_array, read_manifest
 from packer.card import data_card
 from packer.outdir import close_partial, open_partial
-from packer.publish import Heading, publish
-from packer.records import is_intact, sync_folder
+from packer.publish import Heading, move_shards, publish
+from packer.records import PARTIAL_DIR, has_bytes, sync_path, write_file
 from packer.run import Outcome, Plan, Run, heading_of, make_plan, run_plan, source_fingerprint
 from packer.sample import PackError
 
@@ -24,7 +27,10 @@ def restore(run: Run, out: Path) -> Outcome:
     Raises:
         PackError: another plan, another source, or the bytes cannot be made again as they were (other library versions).
     """
-    manifest = read_manifest(out)
+    try:
+        manifest = read_manifest(out)
+    except FormatError as e:
+        raise PackError(f"{e}; --overwrite packs it anew") from None
     plan = make_plan(run)
     if plan is None:
         raise PackError(f"{run.src}: has faults now that it did not have when {out} was packed; see above")
@@ -37,14 +43,22 @@ def restore(run: Run, out: Path) -> Outcome:
             + "\n  ".join(differences)
             + "\nchoose another OUT, or --overwrite"
         )
+    total = sum(s.num_samples for s in manifest.splits.values())
     damaged = list(_damaged(out, manifest))
-    if not damaged:
-        total = sum(s.num_samples for s in manifest.splits.values())
-        return Outcome(True, f"already complete: {total:,} samples, every file as the manifest says", total, manifest=manifest)
     for path in damaged:
         run.console.say(f"damaged or missing: {path}")
-    _remake(run, plan, out, manifest, damaged)
-    return Outcome(True, f"restored {len(damaged):,} damaged or missing files, byte for byte", manifest=manifest)
+    card = data_card(manifest).encode()
+    if not has_bytes(out / README_NAME, len(card), hashlib.sha256(card).hexdigest()):
+        run.console.say(f"damaged or missing: {README_NAME}")
+        write_file(out / README_NAME, card)
+        damaged.append(README_NAME)
+    if damaged not in ([], [README_NAME]):
+        _remake(run, plan, out, manifest, damaged)
+    close_partial(out / PARTIAL_DIR)  # also where an interruption left it, after the manifest was written
+    message = f"restored {len(damaged):,} damaged or missing files, byte for byte"
+    if not damaged:
+        message = f"already complete: {total:,} samples, every file as the manifest says"
+    return Outcome(True, message, total, manifest=manifest)
 
 
 def _differences(manifest: Manifest, found: Heading) -> Iterator[str]:
@@ -59,7 +73,7 @@ def _differences(manifest: Manifest, found: Heading) -> Iterator[str]:
     now = [found.layout, found.task, found.classes, found.source.kind, found.source.options, found.transform]
     for (name, old), new in zip(was.items(), now, strict=True):
         if old != new:
-            yield f"{name}: was {old}, is now {new}"
+            yield f"{name}: was {old!s:.300}, is now {new!s:.300}"
     for key in sorted(manifest.output.keys() | found.output.keys()):
         if manifest.output.get(key) != found.output.get(key):
             yield f"output {key}: was {manifest.output.get(key)}, is now {found.output.get(key)}"
@@ -68,45 +82,72 @@ def _differences(manifest: Manifest, found: Heading) -> Iterator[str]:
 
 
 def _damaged(out: Path, manifest: Manifest) -> Iterator[str]:
-    """Paths of files that are missing or not as the manifest says."""
+    """Paths of the manifest's files that are missing or not as it says."""
+    for path, (num_bytes, sha256) in _expected(manifest).items():
+        if not has_bytes(out / path, num_bytes, sha256):
+            yield path
+
+
+def _expected(manifest: Manifest) -> dict[str, tuple[int, str]]:
+    """Path below OUT -> (num_bytes, hex SHA-256) of every file that the manifest covers."""
+    files = {path: (entry.num_bytes, entry.sha256) for path, entry in manifest.files.items()}
     for split in manifest.splits.values():
         for shard in split.shards:
-            for name, (num_bytes, sha) in _files(shard).items():
-                if not is_intact(out / shard.path, {name: (num_bytes, sha)}):
-                    yield shard.path + (f"/{name}" if name else "")
-    for name, entry in manifest.files.items():
-        path = out / name
-        if not (path.is_file() and path.stat().st_size == entry.num_bytes and sha256_file(path) == entry.sha256):
-            yield name
-    card = out / "README.md"
-    if not (card.is_file() and card.read_bytes() == data_card(manifest).encode()):
-        yield "README.md"
-
-
-def _files(shard: ShardEntry) -> dict[str, tuple[int, str]]:
-    if shard.files is None:
-        return {"": (shard.num_bytes, str(shard.sha256))}
-    return {name: (f.num_bytes, f.sha256) for name, f in shard.files.items()}
+            if shard.files is None:
+                files[shard.path] = (shard.num_bytes, str(shard.sha256))
+            else:
+                files |= {f"{shard.path}/{name}": (entry.num_bytes, entry.sha256) for name, entry in shard.files.items()}
+    return files
 
 
 def _remake(run: Run, plan: Plan, out: Path, manifest: Manifest, damaged: Sequence[str]) -> None:
-    """Make the whole set again beside the old one, see that it is the same, and move the damaged files' twins into place."""
+    """Make the damaged shards again, or all where index or findings are damaged too, and put the same bytes back."""
+    expected = _expected(manifest)
+    paths = [path for path in damaged if path in expected]
     partial = open_partial(out)
-    shards, remarks, digests, _ = run_plan(run, plan, partial)
-    run.remark(plan, remarks, digests)
     staging = Path(tempfile.mkdtemp(prefix="tmp-", dir=partial))
-    try:
-        again = publish(staging, partial, shards, heading_of(run, plan, sorted(remarks.parts), digests.fingerprint()), run.findings)
-        if manifest_text(again) != manifest_text(manifest):
-            changed = {k: v for k, v in manifest.created_by.items() if again.created_by.get(k) != v}
-            hint = f"it was made with {changed}" if changed else "the result differs"
-            raise PackError(f"{out}: cannot be restored byte for byte: {hint}; use --overwrite to pack it anew")
-        for path in damaged:
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            if (out / path).is_dir():
-                raise PackError(f"{out / path}: is a folder where a file belongs; move it away")
-            os.replace(staging / path, out / path)
-            sync_folder((out / path).parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    places = _places(plan, out, manifest, paths)
+    if places is None:
+        shards, remarks, digests, _ = run_plan(run, plan, partial)
+        run.remark(plan, remarks, digests)
+        publish(staging, partial, shards, heading_of(run, plan, sorted(remarks.parts), digests.fingerprint()), run.findings)
+    else:
+        shards, _, _, _ = run_plan(run, replace(plan, jobs=[job for job in plan.jobs if job.number in places]), partial)
+        move_shards(staging, partial, list(zip(shards, (places[n] for n in sorted(places)), strict=False)))
+    wrong = [path for path in paths if not has_bytes(staging / path, *expected[path])]
+    if wrong:
         close_partial(partial)
+        changed = {k: v for k, v in manifest.created_by.items() if run.versions.get(k) != v}
+        hint = f"it was made with {changed}" if changed else f"{wrong[0]} comes out differently"
+        raise PackError(f"{out}: cannot be restored byte for byte: {hint}; use --overwrite to pack it anew")
+    for path in paths:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        if (out / path).is_dir():
+            raise PackError(f"{out / path}: is a folder where a file belongs; move it away")
+        os.replace(staging / path, out / path)
+        sync_path((out / path).parent)
+
+
+def _places(plan: Plan, out: Path, manifest: Manifest, damaged: Sequence[str]) -> dict[int, str] | None:
+    """Number of the job -> path below OUT, for each damaged shard; None where more than shards is damaged.
+
+    The index tells which pictures a shard holds: a job that packed none has no shard, so that counting would not do.
+    """
+    starts: dict[str, tuple[str, int]] = {}
+    for name, split in manifest.splits.items():
+        row = 0
+        for shard in split.shards:
+            starts[shard.path] = name, row
+            row += shard.num_samples
+    job_of = np.zeros(len(plan.listing.items), np.int64)
+    for job in plan.jobs:
+        job_of[list(job.keys)] = job.number
+    places: dict[int, str] = {}
+    for path in damaged:
+        place = next((p for p in (path, path.removesuffix(".idx"), path.rpartition("/")[0]) if p in starts), None)
+        if place is None:
+            return None
+        split_name, row = starts[place]
+        samples = open_array(out / index_path(split_name, "samples"), SAMPLE_DTYPE)
+        places[int(job_of[samples["key"][row]])] = place
+    return places

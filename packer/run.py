@@ -31,7 +31,7 @@ from packer.plan import (
 from packer.publish import FinishedShard, Heading
 from packer.recipe import Recipe
 from packer.records import job_files, load_record
-from packer.remarks import duplicate_findings, remark_findings
+from packer.remarks import duplicate_findings, remark_findings, same_files
 from packer.sample import Listing, PackError, Source
 from packer.sources import detect, open_source
 from packer.transforms import Resize
@@ -113,7 +113,7 @@ class Run:
         for job in plan.jobs:
             for key in job.keys:
                 split_of[key] = job.split
-        for finding in duplicate_findings(plan.listing, split_of, digests.array):
+        for finding in duplicate_findings(plan.listing, split_of, digests.array, same_files(plan.source.root)):
             self.findings.add(finding)
         for finding in remark_findings(plan.listing, plan.kind, plan.source, plan.spec, remarks):
             self.findings.add(finding)

@@ -117,8 +117,9 @@ class Sample:
     """One sample as it is stored.
 
     Either `encoded` (the image part's bytes, with `suffix` jpg, png or webp) or `image` (uint8 [H, W, 3] RGB) is set, by the layout's
-    need. `affine` (sx, sy, tx, ty): stored = original * s + t. `boxes` float32 [N, 4] xyxy pixels of the stored image, 0-based,
-    half-open; `labels` int64 [N]; `difficult`, `truncated`, `occluded` uint8 [N]. `label` is -1 where there is none.
+    need; `encoded_crc32` is the CRC-32 of `encoded` where that is known already. `affine` (sx, sy, tx, ty): stored = original * s + t.
+    `boxes` float32 [N, 4] xyxy pixels of the stored image, 0-based, half-open; `labels` int64 [N]; `difficult`, `truncated`,
+    `occluded` uint8 [N]. `label` is -1 where there is none.
     """
 
     key: int
@@ -130,6 +131,7 @@ class Sample:
     affine: tuple[float, float, float, float]
     image: NDArray[np.uint8] | None = None
     encoded: bytes | None = None
+    encoded_crc32: int | None = None
     suffix: str | None = None
     label: int = -1
     boxes: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 4), np.float32))
@@ -191,7 +193,7 @@ class Writer(Protocol):
     """Writes one shard. Attach a new layout by one file in ``packer/writers/`` and one line in its table.
 
     The same samples in the same order give the same bytes. Nothing outside `path` is touched (a tar writer makes one file there, a
-    memmap writer one folder), and everything is on disk (fsync) when `close` returns.
+    memmap writer one folder). Nothing is synced here: a shard counts by its checksum until it is published, and is synced then.
     """
 
     layout: Layout

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from loaders.format import MANIFEST_NAME, README_NAME, FormatError, Manifest, open_index, read_manifest
+from loaders.format import INDEX_DIR, MANIFEST_NAME, README_NAME, FormatError, Manifest, open_index, read_manifest
 from packer.engines import Engine, Tick
+from packer.outdir import known_files
 from packer.problems import REBUILD, Problem, ShardTask, VerifyContext, file_problems
 from packer.records import PARTIAL_DIR
 from packer.sample import PackError
@@ -58,7 +59,11 @@ def verify_shard(context: VerifyContext, task: ShardTask, tick: Tick) -> list[Pr
     """One shard's problems; runs in a worker."""
     shard = context.manifest.splits[task.split].shards[task.number]
     look = verify_tar if context.manifest.layout == "tar" else verify_memmap
-    problems = list(look(context, task, shard, tick))
+    problems: list[Problem] = []
+    try:
+        problems.extend(look(context, task, shard, tick))
+    except Exception as e:  # whatever hostile bytes make a library raise, the other shards are still looked at
+        problems.append(Problem("error", "unreadable", shard.path, f"cannot be checked: {type(e).__name__}: {e}{REBUILD}"))
     tick(len(task.items))
     return problems
 
@@ -73,17 +78,12 @@ def _index_opens(root: Path, manifest: Manifest) -> Iterator[Problem]:
         try:
             open_index(root, manifest, split)
         except FormatError as e:
-            yield Problem("error", "bad-index", f"index/{split}", str(e))
+            yield Problem("error", "bad-index", f"{INDEX_DIR}/{split}", str(e) + REBUILD)
 
 
 def _stray_files(root: Path, manifest: Manifest) -> Iterator[Problem]:
     """What the manifest does not know. A stranger is a warning, unless it passes for a shard."""
-    known = {MANIFEST_NAME, README_NAME, *manifest.files}
-    shards: set[str] = set()
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            shards.add(shard.path)
-            known |= {f"{shard.path}/{name}" for name in shard.files} if shard.files is not None else {shard.path}
+    known = known_files(manifest)
     if not (root / README_NAME).is_file():
         yield Problem("warning", "missing-file", README_NAME, "the data card is missing" + REBUILD)
     num_warned = 0
@@ -92,9 +92,8 @@ def _stray_files(root: Path, manifest: Manifest) -> Iterator[Problem]:
             continue
         parts = path.split("/")
         inside = len(parts) > 1 and parts[0] in manifest.splits
-        looks_like_shard = inside and (path.endswith(".tar") or (len(parts) > 2 and "/".join(parts[:2]) not in shards))
-        inside_shard = inside and len(parts) > 2 and "/".join(parts[:2]) in shards
-        if looks_like_shard or inside_shard:
+        shard_like = len(parts) > 2 or path.endswith(".tar") or (parts[-1].startswith("shard-") and "." not in parts[-1])
+        if inside and shard_like:
             yield Problem("error", "unknown-shard", path, "is not in the manifest, yet readers may take it for data; remove it")
         elif num_warned < NUM_UNKNOWN_SHOWN:
             num_warned += 1
@@ -103,8 +102,9 @@ def _stray_files(root: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Every file and every empty folder below root, POSIX paths."""
+    """Every file, every link and every empty folder below root, POSIX paths."""
     for folder, subfolders, files in os.walk(root):
         below = Path(folder).relative_to(root)
-        for name in files if files or subfolders or below == Path(".") else [""]:
+        links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        for name in [*files, *links] if files or subfolders or below == Path(".") else [""]:
             yield (below / name).as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -23,7 +23,7 @@ def verify_memmap(context: VerifyContext, task: ShardTask, shard: ShardEntry, ti
     if damaged:
         return
     try:
-        derived, _ = derive_index(context.root / shard.path, manifest.task, str(manifest.output.get("dtype", "uint8")))
+        derived, names = derive_index(context.root / shard.path, manifest.task, str(manifest.output.get("dtype", "uint8")))
     except FormatError as e:
         yield Problem("error", "bad-structure", shard.path, str(e) + REBUILD)
         return
@@ -35,5 +35,7 @@ def verify_memmap(context: VerifyContext, task: ShardTask, shard: ShardEntry, ti
         index = shard_rows(open_index(context.root, manifest, task.split), task.start, shard.num_samples)
     except FormatError:
         return  # reported once for the split
+    sources = {int(key): name.decode("utf-8", "backslashreplace") for key, name in zip(derived.samples["key"], names, strict=True)}
     for key, text in index_differences(index, derived):
-        yield Problem("error", "index-differs", shard.path, f"the index does not agree with the shard: {text}{REBUILD}", key)
+        message = f"the index does not agree with the shard: {text}{REBUILD}"
+        yield Problem("error", "index-differs", shard.path, message, key, None if key is None else sources.get(key))

@@ -17,7 +17,7 @@ from loaders.format import IMAGE_PARTS, FormatError, Index, ShardEntry, open_ind
 from loaders.jpeg import restart_offsets
 from packer.engines import Tick
 from packer.images import ImageError, check, probe
-from packer.problems import REBUILD, Problem, ShardTask, VerifyContext
+from packer.problems import REBUILD, Problem, ShardTask, VerifyContext, file_problems
 from packer.writers.compare import index_differences, shard_rows
 from packer.writers.csr import IndexBuilder
 from packer.writers.tar import BLOCK, END, TarSample, derive_row, member_header, read_samples
@@ -39,19 +39,17 @@ class _Hashed:
 
 def verify_tar(context: VerifyContext, task: ShardTask, shard: ShardEntry, tick: Tick) -> Iterator[Problem]:
     """All problems of the shard."""
-    path = context.root / shard.path
+    missing = list(file_problems(context.root, shard.path, shard.num_bytes, None))
+    yield from missing
+    if any(p.code != "wrong-size" for p in missing):
+        return
     index = _index(context, task)
     try:
-        with path.open("rb", buffering=1 << 20) as f:
-            size = os.fstat(f.fileno()).st_size
-            if size != shard.num_bytes:
-                yield Problem("error", "wrong-size", shard.path, f"{size:,} bytes, the manifest says {shard.num_bytes:,}{REBUILD}")
+        with (context.root / shard.path).open("rb", buffering=1 << 20) as f:
             if context.quick:
                 yield from _quick(f, shard, index)
             else:
-                yield from _full(context, f, size, shard, index, tick)
-    except FileNotFoundError:
-        yield Problem("error", "missing-file", shard.path, "is missing" + REBUILD)
+                yield from _full(context, f, os.fstat(f.fileno()).st_size, shard, index, tick)
     except OSError as e:
         yield Problem("error", "unreadable", shard.path, f"cannot be read: {e.strerror}")
 
@@ -70,6 +68,7 @@ def _full(context: VerifyContext, f: IO[bytes], size: int, shard: ShardEntry, in
     starts: list[int] = []
     broken: str | None = None
     named: set[int] = set()
+    sources: dict[int, str] = {}
     reader = read_samples(hashed, size)
     while True:
         try:
@@ -81,7 +80,7 @@ def _full(context: VerifyContext, f: IO[bytes], size: int, shard: ShardEntry, in
             break
         tick(len(starts))
         starts.append(sample.start)
-        for problem in _sample(context, shard, sample, builder):
+        for problem in _sample(context, shard, sample, builder, sources):
             named.add(sample.key)
             yield problem
     while hashed.read(1 << 20):
@@ -93,19 +92,24 @@ def _full(context: VerifyContext, f: IO[bytes], size: int, shard: ShardEntry, in
                 yield problem
     if broken is not None:
         yield _place(context.root, shard, broken, index)
-    if changed:
+    if changed:  # then the index differs too, which would be no news
         found = hashed.sha.hexdigest()
         yield Problem("error", "checksum", shard.path, f"content was changed: sha256 is {found}, the manifest says {shard.sha256}{REBUILD}")
-    if broken is None and not named:
-        yield from _against_index(context, shard, builder.build(), starts, index)
+    if broken is None and len(starts) != shard.num_samples:
+        text = f"{len(starts):,} samples, the manifest says {shard.num_samples:,}"
+        yield Problem("error", "wrong-count", shard.path, text + REBUILD)
+    elif broken is None and not changed and not named:
+        yield from _against_index(context, shard, builder.build(), starts, index, sources)
 
 
-def _sample(context: VerifyContext, shard: ShardEntry, sample: TarSample, builder: IndexBuilder) -> Iterator[Problem]:
-    """Parse and decode one sample; add it to the derived index."""
+def _sample(
+    context: VerifyContext, shard: ShardEntry, sample: TarSample, builder: IndexBuilder, sources: dict[int, str]
+) -> Iterator[Problem]:
+    """Parse and decode one sample; add it to the derived index and to `sources`, by key."""
     source: str | None = None
     try:
         row, meta, part, image = derive_row(sample, context.manifest.task)
-        source = str(meta["source"])
+        source = sources[sample.key] = str(meta["source"])
         info = probe(image, max_pixels=NO_LIMIT)
         if info.suffix != part or info.orientation != 1 or (info.width, info.height) != (row["width"], row["height"]):
             found = f"{info.suffix} of {info.width}x{info.height}, orientation {info.orientation}"
@@ -137,7 +141,9 @@ def _by_crc(fd: int, shard: ShardEntry, index: Index) -> Iterator[Problem]:
 
 
 def _pread(fd: int, offset: int, size: int) -> bytes:
-    return os.pread(fd, size, offset) if 0 <= offset < NO_LIMIT else b""
+    """What is there, at most: an index may claim 4 GB anywhere."""
+    there = os.fstat(fd).st_size - offset
+    return os.pread(fd, min(size, there), offset) if offset >= 0 and there > 0 else b""
 
 
 def _source(meta: bytes) -> str | None:
@@ -152,25 +158,25 @@ def _place(root: Path, shard: ShardEntry, broken: str, index: Index | None) -> P
     key: int | None = None
     source: str | None = None
     offset = int(broken.split(":")[0].removeprefix("byte "))
-    if index is not None and len(index.samples):
-        ends = index.samples["json_offset"].astype(np.int64) + index.samples["json_size"]
-        ends = np.maximum(ends, index.samples["image_offset"] + index.samples["image_size"])
-        row = index.samples[min(int(np.searchsorted(ends, offset)), len(ends) - 1)]
-        if offset < int(ends[-1]) + BLOCK:
+    if index is not None:
+        # A sample ends with the padding of its image or its json, whichever comes last (cls comes first).
+        ends = np.max([index.samples[f"{part}_offset"] + index.samples[f"{part}_size"] for part in ("image", "json")], axis=0)
+        i = int(np.searchsorted(-(-ends // BLOCK) * BLOCK, offset, side="right"))
+        if i < len(ends):
+            row = index.samples[i]
             key = int(row["key"])
             with (root / shard.path).open("rb") as f:
                 source = _source(_pread(f.fileno(), int(row["json_offset"]), int(row["json_size"])))
     return Problem("error", "bad-structure", shard.path, broken + REBUILD, key, source)
 
 
-def _against_index(context: VerifyContext, shard: ShardEntry, derived: Index, starts: list[int], index: Index | None) -> Iterator[Problem]:
-    if len(derived.samples) != shard.num_samples:
-        text = f"{len(derived.samples):,} samples, the manifest says {shard.num_samples:,}"
-        yield Problem("error", "wrong-count", shard.path, text + REBUILD)
-        return
+def _against_index(
+    context: VerifyContext, shard: ShardEntry, derived: Index, starts: list[int], index: Index | None, sources: dict[int, str]
+) -> Iterator[Problem]:
     if index is not None:
         for key, text in index_differences(index, derived):
-            yield Problem("error", "index-differs", shard.path, f"the index does not agree with the shard: {text}{REBUILD}", key)
+            message = f"the index does not agree with the shard: {text}{REBUILD}"
+            yield Problem("error", "index-differs", shard.path, message, key, None if key is None else sources.get(key))
     idx: NDArray[Any] = np.array([*starts, shard.num_bytes - len(END)], "<u8")
     try:
         if (context.root / (shard.path + ".idx")).read_bytes() != idx.tobytes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.engines import Tick
-from packer.job import DIGEST_BYTES, Job, JobResult, SampleFacts, Spec, annotation_digest, make_sample, read_item, run_job
+from packer.job import DIGEST_BYTES, Job, JobResult, SampleFacts, Spec, annotation_digest, make_sample, picture_digest, read_item, run_job
 from packer.records import job_files, job_key, load_record, save_record
 from packer.sample import Finding, Item, PackError, Source
 
@@ -111,7 +110,7 @@ def digest_chunk(context: Context, chunk: Chunk, tick: Tick) -> NDArray[np.uint8
             digests[i, 1] = np.frombuffer(annotation_digest(annotation), np.uint8)
         data = read_item(context.source.root, item, context.spec.max_file_bytes, _silent)
         if data is not None:
-            digests[i, 0] = np.frombuffer(hashlib.sha256(data).digest()[:DIGEST_BYTES], np.uint8)
+            digests[i, 0] = np.frombuffer(picture_digest(data), np.uint8)
     tick(len(chunk.items))
     return digests
 
@@ -121,7 +120,8 @@ def survey(context: Context, keys_and_items: Sequence[tuple[int, Item]]) -> list
     found = []
     for key, item in keys_and_items:
         encode = context.spec.layout == "tar"
-        sample = make_sample(context.spec, context.source, key, item, _silent, SampleFacts(), encode=encode)
+        annotation = context.source.annotate(item, _silent)
+        sample = make_sample(context.spec, context.source.root, key, item, annotation, _silent, SampleFacts(), encode=encode)
         if sample is not None:
             found.append((sample.source, len(sample.encoded or b""), (sample.width, sample.height)))
     return found

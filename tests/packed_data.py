@@ -33,6 +33,7 @@ from loaders.format import (
     manifest_text,
     shard_path,
 )
+from loaders.jpeg import restart_offsets
 
 CLASSES = ["crack", "porosity", "slag"]
 
@@ -62,8 +63,11 @@ def image(rng: np.random.Generator, height: int, width: int) -> NDArray[np.uint8
     return cv2.resize(rng.integers(0, 256, (3, 3, 3), dtype=np.uint8), (width, height), interpolation=cv2.INTER_LINEAR)
 
 
-def encode(pixels: NDArray[np.uint8], part: str) -> bytes:
-    ok, data = cv2.imencode(f".{part}", pixels[..., ::-1])
+def encode(pixels: NDArray[np.uint8], part: str, grid: bool = False) -> bytes:
+    """`grid`: a JPEG has restart markers: after every MCU where it is over 64 pixels wide, else after every row of MCUs."""
+    interval = (1 if pixels.shape[1] > 64 else -(-pixels.shape[1] // 16)) if grid else 0
+    params = [cv2.IMWRITE_JPEG_RST_INTERVAL, interval] if part == "jpg" else []
+    ok, data = cv2.imencode(f".{part}", pixels[..., ::-1], params)
     assert ok
     return data.tobytes()
 
@@ -85,12 +89,14 @@ def write_packed(
     parts: tuple[str, ...] = ("jpg",),
     dtype: Any = np.uint8,
     num_boxes: tuple[int, ...] = (2, 0, 1, 3),
+    grid: tuple[bool, ...] = (False,),
     seed: int = 0,
 ) -> Packed:
     """Write one split with `counts[s]` samples in shard s.
 
     Sample n has size ``sizes[n % len(sizes)]`` (height, width), part ``parts[n % len(parts)]`` and ``num_boxes[n % len(num_boxes)]`` boxes;
-    its key is ``7 * n + 3``, its label ``n % 3``. Tar images read back as `Packed.images` has them (decoded again after encoding).
+    its key is ``7 * n + 3``, its label ``n % 3``. Tar images read back as `Packed.images` has them (decoded again after encoding). Where
+    ``grid[n % len(grid)]``, a JPEG has a restart grid; the index then lists the cells.
     """
     rng = np.random.default_rng(seed)
     packed = Packed(root, task, layout)
@@ -98,7 +104,7 @@ def write_packed(
     for n in range(sum(counts)):
         height, width = sizes[n % len(sizes)]
         pixels, part = image(rng, height, width), parts[n % len(parts)]
-        data = encode(pixels, part) if layout == "tar" else b""
+        data = encode(pixels, part, grid[n % len(grid)]) if layout == "tar" else b""
         packed.images.append(decode(data) if layout == "tar" else pixels.astype(dtype))
         packed.keys.append(7 * n + 3)
         packed.sources.append(f"images/bild_{n}_ä.{part}")
@@ -122,7 +128,7 @@ def write_packed(
         write = _write_tar if layout == "tar" else _write_memmap
         shards.append(write(packed, split, number, chosen, samples, rows))
         start += count
-    files = _write_index(packed, split, rows)
+    files = _write_index(packed, split, rows, [restart_offsets(data) for _, data in samples] if any(grid) else [])
     _write_manifest(packed, {split: SplitEntry(num_samples=len(samples), shards=shards)}, files)
     return packed
 
@@ -213,8 +219,11 @@ def _csr(packed: Packed, chosen: range) -> dict[str, NDArray[Any]]:
     }
 
 
-def _write_index(packed: Packed, split: str, rows: NDArray[np.void]) -> dict[str, FileEntry]:
+def _write_index(packed: Packed, split: str, rows: NDArray[np.void], cells: list[NDArray[np.uint32]]) -> dict[str, FileEntry]:
     arrays: dict[str, NDArray[Any]] = {"samples": rows}
+    if cells:
+        arrays["restarts"] = np.concatenate(cells).astype("<u4")
+        arrays["restart_offsets"] = np.array([0, *np.cumsum([len(c) for c in cells])], "<i8")
     if packed.task == "detection":
         arrays.update(_csr(packed, range(len(rows))))
     files = {}

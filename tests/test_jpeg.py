@@ -87,6 +87,17 @@ def test_interval_is_the_first_that_divides_the_row() -> None:
     assert restart_interval(1, "420") == 1
 
 
+def test_grid_of_the_header() -> None:
+    assert parse_header(encode_image(picture(100, 128), "jpg")).grid == (7, 2)  # 8 MCUs a row, 4 to a cell
+    assert parse_header(encode_image(picture(100, 128), "jpg", subsampling="444")).grid == (13, 4)
+    assert parse_header(encode_image(picture(17, 16 * 13), "jpg")).grid == (2, 1)  # a prime number of MCUs: whole rows
+    assert parse_header(encode_image(picture(1, 1), "jpg")).grid == (1, 1)
+    assert parse_header(encode_image(picture(100, 128), "jpg", restart_grid=False)).grid == (0, 0)
+    assert parse_header(jpeg_with(picture(100, 128), cv2.IMWRITE_JPEG_RST_INTERVAL, 3)).grid == (0, 0)
+    progressive = jpeg_with(picture(100, 128), cv2.IMWRITE_JPEG_RST_INTERVAL, 4, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
+    assert parse_header(progressive).grid == (0, 0)
+
+
 @given(st.integers(1, 65500), st.sampled_from(SAMPLINGS))
 def test_interval_always_divides_the_row(width: int, subsampling: str) -> None:
     per_row = -(-width // (16 if subsampling in ("420", "422") else 8))

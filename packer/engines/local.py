@@ -14,7 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,6 +22,7 @@ from packer.engines import TaskFunction
 from packer.sample import PackError
 
 POLL_S = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LocalEngine:
@@ -59,7 +60,8 @@ class LocalEngine:
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait. Processes started meanwhile never get either: what to do about it is decided here, not by each of them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    resource_tracker.ensure_running()  # it would be started by the first process, and unblock both
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
@@ -168,6 +170,7 @@ _PLACE = "\0place\0"
 
 def _serve(pipe: connection.Connection, position: Any, function: TaskFunction, context: Any) -> None:
     """A worker's life. It ends when the other side closes the pipe."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # where somebody else had started the fork server
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tick(value: int) -> None:

@@ -58,7 +58,7 @@ def index_differences(index: Index, derived: Index, limit: int = 20) -> Iterator
             a, b = getattr(index, name), getattr(derived, name)
             if a is None or b is None:
                 continue
-            bad = np.flatnonzero((np.asarray(a) != np.asarray(b)).reshape(len(b), -1).any(1)) if len(a) == len(b) else np.array([0])
+            bad = np.flatnonzero((a != b).any(axis=tuple(range(1, a.ndim)))) if len(a) == len(b) else np.array([0])
             for row in bad[: limit - named]:
                 named += 1
                 i = int(np.searchsorted(counts, row, side="right")) - 1

@@ -91,8 +91,6 @@ class MemmapWriter:
         shape = self._shape or (0, 0, 3)
         self._image.seek(0)
         self._image.write(npy_header(self._dtype, (n, *shape)))
-        self._image.flush()
-        os.fsync(self._image.fileno())
         self._image.close()
         index = self._index.build()
         c = self._columns
@@ -110,24 +108,12 @@ class MemmapWriter:
         for name, array in arrays.items():
             with (self._path / name).open("wb") as f:
                 np.lib.format.write_array(f, array, version=(1, 0), allow_pickle=False)
-                f.flush()
-                os.fsync(f.fileno())
-        _sync_folder(self._path)
         return WrittenShard({name: _entry(self._path / name) for name in sorted(["image.npy", *arrays])}, index)
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):  # closing writes what is still buffered; on a full disk that fails once more
             self._image.close()
         shutil.rmtree(self._path, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    """The files' names are on disk, too."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _entry(path: Path) -> tuple[int, str]:

@@ -28,6 +28,7 @@ from packer.writers.csr import IndexBuilder
 BLOCK = tarfile.BLOCKSIZE
 END = b"\0" * (2 * BLOCK)
 MAX_PART_BYTES = (1 << 32) - 1
+FLUSH_BYTES = 8 << 20
 
 
 def member_name(key: int, part: str) -> str:
@@ -79,7 +80,7 @@ class TarWriter:
         self._path, self._task = path, task
         self._file: IO[bytes] = path.open("wb", buffering=1 << 20)
         self._sha = hashlib.sha256()
-        self._offset = 0
+        self._offset = self._flushed = 0
         self._starts: list[int] = []
         self._index = IndexBuilder(task)
 
@@ -93,7 +94,9 @@ class TarWriter:
         self._starts.append(self._offset)
         at = {part: self._part(member_name(sample.key, part), data) for part, data in sorted(parts.items())}
         restarts = restart_offsets(sample.encoded) if sample.suffix == "jpg" else None
-        row = index_row(sample.key, (at[sample.suffix], sample.encoded), (at["json"], meta), sample.width, sample.height, sample.label)
+        image = (at[sample.suffix], sample.encoded)
+        crc = sample.encoded_crc32
+        row = index_row(sample.key, image, (at["json"], meta), sample.width, sample.height, sample.label, image_crc32=crc)
         self._index.add(row, sample.boxes, sample.labels, sample.difficult, restarts)
 
     def _part(self, name: str, data: bytes) -> int:
@@ -104,20 +107,23 @@ class TarWriter:
             self._sha.update(piece)
         offset = self._offset + BLOCK
         self._offset = offset + len(data) + padding(len(data))
+        if self._offset - self._flushed >= FLUSH_BYTES:
+            self._flush()
         return offset
+
+    def _flush(self) -> None:
+        """Have the disk begin to write what is there (that is what this advice does to fresh pages), so that no fsync waits for it."""
+        self._file.flush()
+        os.posix_fadvise(self._file.fileno(), self._flushed, self._offset - self._flushed, os.POSIX_FADV_DONTNEED)
+        self._flushed = self._offset
 
     def close(self) -> WrittenShard:
         self._file.write(END)
         self._sha.update(END)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         idx = np.array([*self._starts, self._offset], "<u8").tobytes()
         idx_path = self._path.with_name(self._path.name + ".idx")
-        with idx_path.open("wb") as f:
-            f.write(idx)
-            f.flush()
-            os.fsync(f.fileno())
+        idx_path.write_bytes(idx)
         files = {"": (self._offset + len(END), self._sha.hexdigest()), ".idx": (len(idx), hashlib.sha256(idx).hexdigest())}
         return WrittenShard(files, self._index.build())
 
@@ -129,7 +135,14 @@ class TarWriter:
 
 
 def index_row(
-    key: int, image: tuple[int, bytes], meta: tuple[int, bytes], width: int, height: int, label: int, num_boxes: int = 0
+    key: int,
+    image: tuple[int, bytes],
+    meta: tuple[int, bytes],
+    width: int,
+    height: int,
+    label: int,
+    num_boxes: int = 0,
+    image_crc32: int | None = None,
 ) -> dict[str, int]:
     """A `SAMPLE_DTYPE` row as a dict, `shard` 0. `image` and `meta` are (offset of the data, data)."""
     return {
@@ -138,7 +151,7 @@ def index_row(
         "image_size": len(image[1]),
         "json_offset": meta[0],
         "json_size": len(meta[1]),
-        "image_crc32": zlib.crc32(image[1]),
+        "image_crc32": zlib.crc32(image[1]) if image_crc32 is None else image_crc32,
         "json_crc32": zlib.crc32(meta[1]),
         "width": width,
         "height": height,
