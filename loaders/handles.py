@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _MAX_VIEWS = 1024  # IOV_MAX of Linux and macOS
+_CAN_ADVISE = hasattr(os, "posix_fadvise")  # not on macOS
 
 
 def max_open_shards() -> int:
@@ -91,3 +92,8 @@ class OpenFile:
             count = os.preadv(self.fd, left[:_MAX_VIEWS], offset + done)
             done += count
         return done
+
+    def will_need(self, offset: int, size: int) -> None:
+        """Let the operating system begin to read these bytes, where it can be told."""
+        if _CAN_ADVISE:
+            os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_WILLNEED)

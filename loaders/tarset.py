@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaders.codecs import DecodeError, ImagePart, decode_image, decode_meta
-from loaders.crops import Grid, Read, SubJpeg, dct_scale, decode_scaled, open_grid, reader, scaled_cut
+from loaders.crops import Expect, Grid, Read, SubJpeg, dct_scale, decode_scaled, open_grid, reader, scaled_cut
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import Layout
 from loaders.handles import OpenFile
@@ -102,9 +102,9 @@ class ShardDataset(PackedDataset):
                 data = self._read_part(position, row, "image")
                 return self._cells(position, open_grid(data[:head_size], cells, num_bytes), region, size, reader(data))
             head = self._buffer("head", head_size)
-            read = partial(self._read, position, row, "image")
+            read, expect = partial(self._read, position, row, "image"), partial(self._expect, row)
             read([head], 0, head_size)
-            return self._cells(position, open_grid(head, cells, num_bytes), region, size, read)
+            return self._cells(position, open_grid(head, cells, num_bytes), region, size, read, expect)
         except JpegError as e:
             raise self._error(position, f"the jpg {e}") from None
         except DecodeError as e:
@@ -113,7 +113,7 @@ class ShardDataset(PackedDataset):
     def _reads_regions(self, position: int) -> bool:
         return self._index.cells(position) is not None
 
-    def _cells(self, position: int, grid: Grid, region: Region, size: Size | None, read: Read) -> View:
+    def _cells(self, position: int, grid: Grid, region: Region, size: Size | None, read: Read, expect: Expect | None = None) -> View:
         """A region of a crop-decodable JPEG. Raises JpegError or DecodeError."""
         header = grid.header
         if (header.height, header.width) != self._size(position):
@@ -121,7 +121,7 @@ class ShardDataset(PackedDataset):
         scale = 1 if size is None else dct_scale(header, region[2], region[3], size)
         jpeg = SubJpeg(grid, region, scale)
         buffer = self._buffer("cells", jpeg.num_bytes)
-        jpeg.assemble(buffer, read)
+        jpeg.assemble(buffer, read, expect)
         return View(jpeg.decode(buffer, self._scratch.blank), jpeg.y, jpeg.x, scale)
 
     def _view_of(self, data: bytes | memoryview, position: int, region: Region, size: Size | None) -> View:
@@ -150,12 +150,19 @@ class ShardDataset(PackedDataset):
             buffer = self._local.__dict__[name] = bytearray(max(_MIN_BUFFER, 1 << (size - 1).bit_length()))
         return memoryview(buffer)[:size]
 
+    def _file(self, shard: int) -> OpenFile:
+        file: OpenFile = self._shards.get(shard, lambda: OpenFile(self._index.shard_path(shard)))
+        return file
+
+    def _expect(self, row: np.void, offset: int, size: int) -> None:
+        with suppress(OSError):  # a hint; what is wrong, reading says
+            self._file(int(row["shard"])).will_need(int(row["image_offset"]) + offset, size)
+
     def _read(self, position: int, row: np.void, part: str, views: list[memoryview], offset: int, size: int) -> None:
         """Fill the views with the `size` bytes of "image" or "json" from `offset` on."""
         shard, offset = int(row["shard"]), offset + int(row[f"{part}_offset"])
         try:
-            file: OpenFile = self._shards.get(shard, lambda: OpenFile(self._index.shard_path(shard)))
-            count = file.read_scattered(views, offset, size)
+            count = self._file(shard).read_scattered(views, offset, size)
         except (OSError, IndexError, OverflowError) as e:
             raise self._unreadable(position, part, getattr(e, "strerror", None) or str(e)) from None
         if count < size:

@@ -252,14 +252,14 @@ def make_sample(
 def read_item(root: Path, item: Item, max_bytes: int, report: Report) -> bytes | None:
     """The picture's bytes; None (and a finding) when it cannot be read, is too large, or is no longer the file that was listed."""
     try:
-        with open(root / item.path, "rb") as f:
+        with open(os.path.join(root, item.path), "rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
             unchanged = (stat.st_size, stat.st_mtime_ns) == (item.num_bytes, item.mtime_ns)
             if unchanged and stat.st_size > max_bytes:
                 message = f"{stat.st_size} bytes, over the limit of {max_bytes} ([source] max_file_bytes)"
                 report(Finding("skip", "file-too-large", item.path, message, sample=item.path))
                 return None
-            data = f.read(item.num_bytes + 1) if unchanged else b""  # it may also grow or shrink while it is read
+            data = f.readall() if unchanged else b""  # it may also grow or shrink while it is read
     except OSError as e:
         report(Finding("skip", "unreadable", item.path, f"cannot be read: {e.strerror}", sample=item.path))
         return None
@@ -351,9 +351,10 @@ def _annotate(spec: Spec, sample: Sample, annotation: Annotation, boxes: Boxes, 
     if spec.task == "classification" and annotation.label is not None:
         sample.label = ids[annotation.label]
     if spec.task == "detection":
-        # Rounding may carry an edge box a hair outside.
-        sample.boxes = np.clip(boxes, 0, [sample.width, sample.height] * 2).astype(np.float32)
-        sample.labels = np.array([ids[annotation.labels[i]] for i in keep], np.int64)
+        if spec.transform is not None:  # rounding may carry an edge box a hair outside
+            boxes = np.clip(boxes, 0, [sample.width, sample.height] * 2)
+        sample.boxes = boxes.astype(np.float32)
+        sample.labels = np.array([ids[annotation.labels[i]] for i in keep.tolist()], np.int64)
         sample.difficult = annotation.difficult[keep]
         sample.truncated = annotation.truncated[keep]
         sample.occluded = annotation.occluded[keep]

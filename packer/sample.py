@@ -93,8 +93,7 @@ class Annotation:
     `boxes` float64 [N, 4] xyxy, 0-based half-open pixels, or fractions of width and height when `normalized`. `labels`: class name per
     box. `difficult`, `truncated`, `occluded`: uint8 [N]. `size`: (width, height) that the annotation claims for the picture, None when
     it claims nothing usable. `path`: the file the boxes come from; `places`: per box, what a message calls it ("object 2", "line 7");
-    `lines`: per box, its line in `path`, or empty. `digest`: SHA-256 of the annotation's bytes where it has a file of its own.
-    `extra`: kept CSV columns, strings.
+    `lines`: per box, its line in `path`, or empty. `extra`: kept CSV columns, strings.
     """
 
     path: str
@@ -108,7 +107,6 @@ class Annotation:
     normalized: bool = False
     places: list[str] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    digest: bytes = b""
     extra: dict[str, str] | None = None
 
 

@@ -265,6 +265,26 @@ def test_a_region_of_a_grid_is_all_that_is_read(tmp_path: Path, monkeypatch: pyt
     assert sum(reads[:-1]) < 0.03 * num_bytes
 
 
+def test_reads_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = noisy(tmp_path, monkeypatch, grid=(True,))
+    calls: list[tuple[str, int, int]] = []
+    read, need = OpenFile.read_scattered, OpenFile.will_need
+
+    def spy_read(self: OpenFile, views: list[memoryview], offset: int, size: int) -> int:
+        calls.append(("read", offset, size))
+        return read(self, views, offset, size)
+
+    def spy_need(self: OpenFile, offset: int, size: int) -> None:
+        calls.append(("need", offset, size))
+        need(self, offset, size)
+
+    monkeypatch.setattr(OpenFile, "read_scattered", spy_read)
+    monkeypatch.setattr(OpenFile, "will_need", spy_need)
+    ShardDataset(packed.root, transform=Sized((300, 500, 64, 96), None)).load(0)
+    assert [kind for kind, *_ in calls] == ["read", *["need"] * 4, *["read"] * 5]  # the header comes first
+    assert [place for kind, *place in calls if kind == "need"] == [place for _, *place in calls[6:]]
+
+
 def test_damage_elsewhere_is_not_seen_but_by_the_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
     packed = noisy(tmp_path, monkeypatch, grid=(True,))
     transform = Sized((300, 500, 64, 96), None)

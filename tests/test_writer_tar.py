@@ -389,3 +389,16 @@ def test_padding_fills_a_block() -> None:
     assert [padding(n) for n in (0, 1, 511, 512, 513)] == [0, 511, 1, 0, 511]
     assert all((n + padding(n)) % BLOCK == 0 and padding(n) < BLOCK for n in range(0, 5000, 7))
     assert math.gcd(len(END), BLOCK) == BLOCK
+
+
+@given(st.integers(0, 10**9 - 1), st.sampled_from(["jpg", "json", "cls", "webp"]), st.integers(0, 8**11 - 1))
+def test_a_header_is_what_tarfile_writes(key: int, part: str, num_bytes: int) -> None:
+    info = tarfile.TarInfo(member_name(key, part))
+    info.size, info.mode, info.mtime = num_bytes, 0o644, 0
+    assert member_header(info.name, num_bytes) == info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+
+
+def test_what_no_header_can_hold_is_refused() -> None:
+    for name, num_bytes in (("x" * 101, 1), ("a.jpg", 8**11)):
+        with pytest.raises(ValueError, match="does not fit"):
+            member_header(name, num_bytes)

@@ -148,10 +148,10 @@ class WriterContract:
         assert not path.exists()
 
     def test_abort_on_a_full_disk_removes_everything(self, path: Path) -> None:
-        """What is still buffered cannot be written when the file is closed, either."""
+        """What is still waiting cannot be written when the file is closed, either."""
         writer = self.open(path, "detection")
         writer.write(make_sample(1, "detection"))
-        (file,) = (value for value in vars(writer).values() if isinstance(value, io.BufferedWriter))
+        (file,) = (value for value in vars(writer).values() if isinstance(value, io.IOBase))
         with open("/dev/full", "wb", buffering=0) as full:
             os.dup2(full.fileno(), file.fileno())
         writer.abort()

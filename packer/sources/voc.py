@@ -94,25 +94,21 @@ class VocSource:
             report(Finding("skip", "missing-annotation", item.path, "has no annotation", sample=item.path))
             return None
         try:
-            data = self._read(item.ref)
-            document = parse_voc(decode_xml(data, self._options.encoding))
+            document = parse_voc(decode_xml(self._read(item.ref), self._options.encoding))
         except XmlFault as e:
             report(Finding("skip", e.code, item.ref, str(e), sample=item.path, line=e.line))
             return None
-        annotation = annotation_of(document, item.ref, item.path, self._options.origin, report)
-        if annotation is not None:
-            annotation.digest = hashlib.sha256(data).digest()
-        return annotation
+        return annotation_of(document, item.ref, item.path, self._options.origin, report)
 
     def _read(self, path: str) -> bytes:
         try:
-            with open(os.path.join(self.root, path), "rb") as f:  # there are as many of these as pictures, and Path.open takes longer
-                data = f.read(MAX_XML_BYTES + 1)
+            # There are as many of these as pictures: Path.open takes longer, and so does a buffer.
+            with open(os.path.join(self.root, path), "rb", buffering=0) as f:
+                if os.fstat(f.fileno()).st_size > MAX_XML_BYTES:
+                    raise XmlFault("file-too-large", f"is over {MAX_XML_BYTES >> 20} MiB, an annotation has some kB")
+                return f.readall()
         except OSError as e:
             raise XmlFault("unreadable", f"cannot be read: {e.strerror}") from None
-        if len(data) > MAX_XML_BYTES:
-            raise XmlFault("file-too-large", f"is over {MAX_XML_BYTES >> 20} MiB, an annotation has some kB")
-        return data
 
     def _filename(self, file: File) -> str | None:
         """The base name in ``<filename>``; None where there is none (what is wrong with the file is said when it is annotated)."""
