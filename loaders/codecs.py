@@ -147,7 +147,10 @@ def encode_meta(meta: dict[str, Any]) -> bytes:
     Raises:
         ValueError: it holds a NaN, an infinity or a lone surrogate, which JSON in UTF-8 cannot say.
     """
-    return json.dumps(meta, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _META_ENCODER.encode(meta).encode()
+
+
+_META_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def decode_meta(data: bytes | memoryview) -> dict[str, Any]:

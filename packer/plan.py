@@ -31,11 +31,11 @@ class Sizing:
 
 
 def default_shard_bytes(total_bytes: float, layout: Layout) -> int:
-    """Target size of a shard where none is asked for: 256 MB, but a small set is cut into about sixteen, so that several workers and
+    """Target size of a shard where none is asked for: 256 MB, but a small set is cut into about 32, so that several workers and
     ranks have something to share, as long as a shard stays large enough to be read well (8 MB of encoded images, 64 MB of pixels).
     """
     least = 8_000_000 if layout == "tar" else 64_000_000
-    return int(min(max(total_bytes / 16, least), 256_000_000))
+    return int(min(max(total_bytes / 32, least), 256_000_000))
 
 
 def samples_per_shard(shard_bytes: int, mean_bytes: float) -> int:

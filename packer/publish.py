@@ -36,7 +36,7 @@ from loaders.format import (
 from packer.card import data_card
 from packer.findings import Findings
 from packer.outdir import begin_publication
-from packer.records import shard_file, sync, sync_path, write_file
+from packer.records import shard_file, sync_path, write_file
 from packer.sample import WrittenShard
 from packer.writers.csr import concatenate
 
@@ -109,13 +109,11 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
 
 
 def move_shards(out: Path, partial: Path, places: Iterable[tuple[FinishedShard, str]]) -> None:
-    """Sync each shard's files and move them from ``.partial/`` to their path below `out`, having written down which goes where."""
+    """Move each shard's files, which are on disk, from ``.partial/`` to their path below `out`, having written down which goes where."""
     moves: dict[str, str] = {}
     for shard, place in places:
         names = [n for n in shard.written.files if not n or n.startswith(".")] or [""]
         moves |= {shard_file(shard.path, n).name: place + n for n in names}
-    for name in moves:
-        sync(partial / name)
     begin_publication(partial, moves)
     for name, place in moves.items():
         (out / place).parent.mkdir(exist_ok=True)

@@ -71,7 +71,7 @@ def shard_file(shard: Path, name: str) -> Path:
 def save_record(files: JobFiles, result: JobResult) -> None:
     """Move a job's shard from its temporary place and write its record.
 
-    Nothing is synced: after a power cut the checksums tell what of it is whole. `publish` syncs.
+    Nothing is synced: after a power cut the checksums tell what of it is whole. `run_plan` syncs before anything is published.
     """
     if result.shard is not None:
         if files.shard.is_dir():
@@ -141,10 +141,12 @@ def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
         sync_path(path.parent)
 
 
-def sync(path: Path) -> None:
-    """Put a shard's file, or all files of its folder and their names, on disk."""
-    for file in [*path.iterdir(), path] if path.is_dir() else [path]:
-        sync_path(file)
+def sync_shard(shard: Path) -> None:
+    """Put a shard's files (and, of a folder, their names) on disk; nothing where a job left no sample."""
+    files = [*shard.iterdir(), shard] if shard.is_dir() else [shard, shard_file(shard, ".idx")]
+    for file in files:
+        if file.exists():
+            sync_path(file)
 
 
 def sync_path(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.job import Remarks, Spec
+from packer.job import Remarks, Spec, sizes_differ
 from packer.sample import Finding, Item, Listing, Source
 
 DARK_16BIT = 4096
@@ -86,6 +86,8 @@ def remark_findings(listing: Listing, kind: str, source: Source, spec: Spec, rem
             f"origin = 0 is declared or taken, yet no box of {len(listing.items):,} pictures starts at 0, the lowest number is 1, and "
             f"{remarks.num_at_edge:,} boxes end at the picture's width or height: 1 to W is the VOC devkit's convention, origin = 1",
         )
+    if len(remarks.sizes) > 1:
+        yield sizes_differ(remarks.sizes)
     if remarks.num_16bit and remarks.max_16bit < DARK_16BIT and spec.pixel_range is None:
         yield Finding(
             "warning",

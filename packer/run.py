@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +31,14 @@ from packer.plan import (
 )
 from packer.publish import FinishedShard, Heading
 from packer.recipe import Recipe
-from packer.records import job_files, load_record
+from packer.records import job_files, load_record, sync_shard
 from packer.remarks import duplicate_findings, remark_findings, same_files
 from packer.sample import Listing, PackError, Source
 from packer.sources import detect, open_source
 from packer.transforms import Resize
 from packer.work import Chunk, Context, chunks, describe_task, digest_chunk, pack_job, scan_chunk, survey
+
+SYNC_THREADS = 8
 
 
 class Console(Protocol):
@@ -208,11 +211,10 @@ def _sizing(run: Run, context: Context, listing: Listing) -> tuple[Sizing, int]:
         return Sizing(o.shard_size or default_shard_bytes(total, "tar"), o.shard_samples), total
     found = survey(context, [(i, listing.items[i]) for i in surveyed(listing.items)])
     if spec.layout == "memmap":
-        sizes = {size: name for name, _, size in reversed(found)}
+        sizes = {f"{w}x{h}": name for name, _, (w, h) in reversed(found)}
         if len(sizes) > 1:
-            (size_a, a), (size_b, b) = list(sizes.items())[:2]
-            raise PackError(sizes_differ(a, size_a, b, size_b).message)
-        width, height = next(iter(sizes), (1, 1))
+            raise PackError(sizes_differ(sizes).message)
+        width, height = found[0][2] if found else (1, 1)
         mean = float(width * height * 3 * np.dtype(spec.dtype).itemsize)
     else:
         mean = float(np.mean([n for _, n, _ in found])) + SAMPLE_OVERHEAD_BYTES if found else 1e5
@@ -227,9 +229,14 @@ def run_plan(run: Run, plan: Plan, partial: Path) -> tuple[list[FinishedShard], 
     num_reused = 0
     # Largest first, so that no worker begins a large shard when the others are done.
     order = sorted(plan.jobs, key=lambda job: -sum(item.num_bytes for item in job.items))
-    for number, result in run.map(pack_job, context, order, "packing"):
-        done[order[number].number] = result.key
-        num_reused += result.reused
+    with ThreadPoolExecutor(SYNC_THREADS) as disk:  # what is finished goes to disk while the rest is packed
+        synced = []
+        for number, result in run.map(pack_job, context, order, "packing"):
+            done[order[number].number] = result.key
+            num_reused += result.reused
+            synced.append(disk.submit(sync_shard, job_files(partial, plan.spec, result.key).shard))
+        for wait in synced:
+            wait.result()
     if num_reused:
         run.console.say(f"{num_reused:,} of {len(plan.jobs):,} shards were already there from an earlier run")
     shards: list[FinishedShard] = []
@@ -246,21 +253,7 @@ def run_plan(run: Run, plan: Plan, partial: Path) -> tuple[list[FinishedShard], 
         packed += int(record.packed.sum())
         if record.shard is not None:
             shards.append(FinishedShard(job.split, files.shard, record.shard))
-    if plan.spec.layout == "memmap":
-        _one_size(run, plan, shards)
     return shards, remarks, digests, packed
-
-
-def _one_size(run: Run, plan: Plan, shards: Sequence[FinishedShard]) -> None:
-    """Within a shard the job saw to it; here, between shards."""
-    first: tuple[str, tuple[int, int]] | None = None
-    for shard in shards:
-        row = shard.written.index.samples[0]
-        here = (plan.listing.items[int(row["key"])].path, (int(row["width"]), int(row["height"])))
-        first = first or here
-        if here[1] != first[1]:
-            run.findings.add(sizes_differ(*first, *here))
-            return
 
 
 def heading_of(run: Run, plan: Plan, image_parts: Sequence[str], fingerprint: str) -> Heading:

@@ -346,3 +346,17 @@ def test_two_readings_agree(make_voc: Callable[..., Path], tmp_path: Path) -> No
     assert "reading annotations" in scanned.passed
     assert "reading annotations" not in given.passed
     assert differences(tree(tmp_path / "a"), tree(tmp_path / "b")) == []
+
+
+def test_check_and_build_both_name_the_one_picture_of_another_size(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """It lies outside the survey, and alone in its shard."""
+    src = make_folder(70)
+    save(src / "slag" / "p002.jpg", picture(20, 20))
+    tables: dict[str, Any] = {"output": {"format": "memmap", "shard_samples": 1}}
+    built = run_build(src, tmp_path / "out", **tables)
+    checked = check(src, load_recipe(None, tables), Recorder())
+    for outcome in (built, checked):
+        assert not outcome.ok
+        assert outcome.findings is not None
+        assert [f.code for f in outcome.findings] == ["sizes-differ"]
+    assert not (tmp_path / "out" / "manifest.json").exists()

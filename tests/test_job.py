@@ -636,17 +636,15 @@ def test_a_fault_of_the_job_is_raised_and_no_file_is_left(tmp_path: Path, layout
     assert [p.name for p in tmp_path.iterdir()] == ["src"]
 
 
-def test_a_memmap_of_unequal_images_gives_one_error_that_names_two(tmp_path: Path) -> None:
+def test_a_memmap_of_unequal_images_remarks_two_and_packs_those_of_the_first_size(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "src")
     for name, (h, w) in {"a": (40, 60), "b": (40, 60), "c": (30, 60), "d": (20, 20), "e": (40, 60)}.items():
         folder.add(name, save(picture(h, w), "JPEG"), label(name))
     result = folder.run(replace(TAR, layout="memmap"), tmp_path / "shard")
-    (finding,) = result.findings
-    assert (finding.level, finding.code, finding.path, finding.count) == ("error", "sizes-differ", ".", 2)
-    assert "a is 60x40, c is 60x30" in finding.message
-    assert "--resize" in finding.message
+    assert result.findings == []
+    assert list(result.remarks.sizes.items()) == [("60x40", "a"), ("60x30", "c")]
     assert result.packed.tolist() == [True, True, False, False, True]
-    assert folder.run(TAR, None).findings == []
+    assert folder.run(TAR, None).remarks.sizes == {}
 
 
 def test_memmap_holds_the_decoded_pixels(tmp_path: Path) -> None:

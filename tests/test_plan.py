@@ -147,7 +147,7 @@ def test_a_small_change_of_the_mean_leaves_it_as_it_is(exponent: int, digit: int
 
 
 @pytest.mark.parametrize(
-    ("total", "layout", "expected"), [(0, "tar", 8e6), (1e9, "tar", 62.5e6), (1e12, "tar", 256e6), (0, "memmap", 64e6)]
+    ("total", "layout", "expected"), [(0, "tar", 8e6), (1e9, "tar", 31.25e6), (1e12, "tar", 256e6), (0, "memmap", 64e6)]
 )
 def test_default_size_of_a_shard(total: float, layout: Any, expected: float) -> None:
     assert default_shard_bytes(total, layout) == expected

@@ -201,3 +201,13 @@ def test_mixed_formats_are_told_for_tars() -> None:
     assert "1,500 jpg, 2 png" in finding.message
     assert "--image jpg, png or webp" in finding.message
     assert remarked(remarks, MEMMAP) == []
+
+
+def test_a_memmap_of_two_sizes_is_an_error_that_names_two_pictures() -> None:
+    remarks = Remarks()
+    for size, path in (("60x40", "a.jpg"), ("60x40", "b.jpg"), ("30x40", "c.jpg"), ("20x20", "d.jpg")):
+        remarks.merge(Remarks(sizes={size: path}))
+    (finding,) = remark_findings(LISTING, "voc", Given(), TAR, remarks)
+    assert (finding.level, finding.code, finding.path) == ("error", "sizes-differ", ".")
+    assert "a.jpg is 60x40, c.jpg is 30x40" in finding.message
+    assert "--resize" in finding.message

@@ -22,7 +22,7 @@ from loaders.jpeg import restart_offsets
 from packer.sample import Sample
 from packer.writers.compare import index_differences, shard_rows
 from packer.writers.csr import IndexBuilder, concatenate
-from packer.writers.tar import BLOCK, END, TarSample, TarWriter, derive_row, member_header, padding, read_samples
+from packer.writers.tar import BLOCK, END, TarSample, TarWriter, derive_row, member_header, member_name, padding, read_samples
 from writer_contract import TASKS, WriterContract, make_sample
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import signal
@@ -172,6 +173,7 @@ def _serve(pipe: connection.Connection, position: Any, function: TaskFunction, c
     """A worker's life. It ends when the other side closes the pipe."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # where somebody else had started the fork server
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # modules and context live as long as the worker: not to be looked at again by every collection
 
     def tick(value: int) -> None:
         position.value = value
