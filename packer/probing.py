@@ -61,7 +61,7 @@ class ImageInfo:
 
     `width`, `height`: pixels of the stored frame, before the EXIF orientation is applied. `orientation`: 1 to 8; 1 also where there
     is none or a senseless one. `mode`: Pillow's name. `bits` per channel. `frames`: more than 1 for an animation or a multi-page
-    file. `verbatim`: the bytes may be packed as they are, as long as the pixels need no turning.
+    file. `may_have_exif`: False where there is certainly no orientation tag. `verbatim`: the bytes may be packed as they are, as long as the pixels need no turning.
     """
 
     format: ImageFormat
@@ -72,6 +72,7 @@ class ImageInfo:
     bits: int
     frames: int
     verbatim: bool
+    may_have_exif: bool = True
 
     @property
     def suffix(self) -> str:
@@ -143,7 +144,7 @@ def probe(data: bytes, *, max_pixels: int) -> ImageInfo:
 @strict
 def reset_orientation(data: bytes, info: ImageInfo) -> bytes:
     """The same JPEG, PNG or WebP file with its orientation tag set to 1 in place; only a PNG chunk's checksum changes with it."""
-    found = _find_orientation(data, info.format)
+    found = _find_orientation(data, info.format) if info.may_have_exif else None
     if found is None or found.value == 1:
         return data
     data = found.reset(data)
@@ -203,7 +204,8 @@ def _probe_jpeg(data: bytes) -> ImageInfo:
             "unsupported-pixels", f"is a JPEG of {count} channels with {header.precision} bits; 1, 3 or 4 channels with 8 bits are packed"
         )
     verbatim = header.sof in _COMMON_SOF and count != 4 and turbo_reads(header)
-    return ImageInfo("jpeg", header.width, header.height, _value(_exif_orientation(data, header)), _JPEG_MODES[count], 8, 1, verbatim)
+    orientation, exif = _value(_exif_orientation(data, header)), header.exif_offset > 0
+    return ImageInfo("jpeg", header.width, header.height, orientation, _JPEG_MODES[count], 8, 1, verbatim, exif)
 
 
 def _probe_png(data: bytes) -> ImageInfo:
