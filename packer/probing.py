@@ -61,7 +61,8 @@ class ImageInfo:
 
     `width`, `height`: pixels of the stored frame, before the EXIF orientation is applied. `orientation`: 1 to 8; 1 also where there
     is none or a senseless one. `mode`: Pillow's name. `bits` per channel. `frames`: more than 1 for an animation or a multi-page
-    file. `may_have_exif`: False where there is certainly no orientation tag. `verbatim`: the bytes may be packed as they are, as long as the pixels need no turning.
+    file. `verbatim`: the bytes may be packed as they are, as long as the pixels need no turning. `may_have_exif`: False where there is
+    certainly no orientation tag.
     """
 
     format: ImageFormat
