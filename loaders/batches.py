@@ -250,6 +250,8 @@ def default_workers() -> int:
 
 def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if (rank is None) != (world_size is None) and not distributed:
+        raise ValueError(f"rank is {rank} and world_size {world_size}: give both or neither, else every process takes the same samples")
     if rank is None:
         rank = torch.distributed.get_rank() if distributed else 0
     if world_size is None:

@@ -231,21 +231,6 @@ def decode_scaled(data: bytes | memoryview, height: int, width: int, scale: int,
     return cast("NDArray[np.uint8]", image)
 
 
-def decode_region(data: bytes | memoryview, offsets: NDArray[np.uint32], region: Region, scale: int = 1) -> NDArray[np.uint8]:
-    """A region of a whole JPEG in memory, uint8 [h, w, 3] RGB, at 1/`scale`. `offsets`: of `loaders.jpeg.restart_offsets`, not empty.
-
-    Raises:
-        JpegError: header and offsets do not fit.
-        DecodeError: the cells cannot be decoded.
-    """
-    if not len(offsets) or offsets[0] > len(data):
-        raise JpegError(f"has {len(data)} bytes, the index's first offset is {int(offsets[0]) if len(offsets) else 'missing'}")
-    sub = SubJpeg(open_grid(data[: int(offsets[0])], offsets, len(data)), region, scale)
-    buffer = memoryview(bytearray(sub.num_bytes))
-    sub.assemble(buffer, reader(data))
-    return sub.decode(buffer, lambda shape: np.empty(shape, np.uint8))
-
-
 def reader(data: bytes | memoryview) -> Read:
     """Read from memory."""
     source = memoryview(data)

@@ -6,6 +6,7 @@ Nothing in them is trusted: no shell, no pickle, and a tar that is cut short is 
 from __future__ import annotations
 
 import glob
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from loaders.tarset import image_part
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 PICKLED_SUFFIXES = ("pickle", "pkl", "pyd", "pth", "pt", "joblib", "dill")
+# fsspec knows neither the short suffixes nor those before the query of a URL.
+_COMPRESSIONS = {"gz": "gzip", "tgz": "gzip", "bz2": "bz2", "tbz": "bz2", "tbz2": "bz2", "xz": "xz", "txz": "xz"}
 _BLOCK = 512
 # Members that hold a long name or further header fields of the next member.
 _HEADER_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -37,7 +40,9 @@ def is_foreign(source: str | Path | Sequence[str | Path]) -> bool:
     """Whether a source names tars, rather than the folder of a packed data set."""
     if not isinstance(source, str | Path):
         return True
-    return not Path(source).is_dir() and bool(re.search(r"://|::|\.tar\b|^pipe:|\|", str(source)))
+    if os.path.exists(source):  # Path.exists raises where a signed URL is too long for a file name
+        return not os.path.isdir(source)
+    return bool(re.search(r"://|::|\.(tar|tgz|tbz2?|txz)\b|^pipe:|\|", str(source), re.IGNORECASE))
 
 
 def expand_sources(source: str | Path | Sequence[str | Path]) -> list[str]:
@@ -52,10 +57,10 @@ def expand_sources(source: str | Path | Sequence[str | Path]) -> list[str]:
             raise ValueError(f"{text!r}: commands and pipes are not run: give paths, or URLs that fsspec opens (https://, s3://, ...)")
     result: list[str] = []
     for text in entries:
-        for url in [text] if Path(text).is_file() else braceexpand(text):
+        for url in [text] if os.path.isfile(text) else braceexpand(text):
             local = "://" not in url and "::" not in url
             found = sorted(glob.glob(url)) if local and glob.has_magic(url) else [url]
-            if not found or (local and not Path(found[0]).is_file()):
+            if not found or (local and not os.path.isfile(found[0])):
                 raise ValueError(f"{url!r}: no such tar file")
             result += [str(Path(f).absolute()) for f in found] if local else found
     if not result:
@@ -110,7 +115,7 @@ def read_tar(url: str) -> Iterator[RawSample]:
         SampleError: it cannot be opened or read, is damaged, or ends before its end-of-archive block.
     """
     try:
-        with fsspec.open(url, "rb", compression="infer") as file:
+        with fsspec.open(url, "rb", compression=_compression(url)) as file:
             guarded = _GuardedTar(file, url)
             members = ({**member, "__url__": url} for member in tar_file_iterator(guarded))
             yield from group_by_keys(members)
@@ -121,6 +126,11 @@ def read_tar(url: str) -> Iterator[RawSample]:
     except (tarfile.TarError, EOFError, OSError, ValueError, ImportError) as e:
         # webdataset appends objects to the arguments: the first is the message.
         raise SampleError(f"{url}: cannot be read: {e.args[0] if e.args and not isinstance(e, OSError) else e}") from e
+
+
+def _compression(url: str) -> str:
+    found = re.search(rf"\.({'|'.join(_COMPRESSIONS)})(?=[?#]|::|$)", url.lower())
+    return _COMPRESSIONS[found[1]] if found else "infer"
 
 
 class _Readable(Protocol):

@@ -28,8 +28,8 @@ class ShardStream(IterableDataset[SampleDict]):
 
     Args:
         source: the folder of a packed data set (tar layout), or WebDataset tars of any origin: a path or URL with ``{000..099}`` or
-            (local paths) ``*``, or a list of such. URLs are opened by fsspec; `.tar.gz` and the like are decompressed. ``pipe:`` URLs,
-            shell commands and pickled parts are refused.
+            (local paths) ``*``, or a list of such. URLs are opened by fsspec; `.tar.gz`, `.tgz` and the like (gzip, bzip2, xz)
+            are decompressed. ``pipe:`` URLs, shell commands and pickled parts are refused.
         split: which split of a packed data set; foreign tars have none, and it is ignored.
         shuffle: samples in the shuffle buffer, which holds encoded bytes (at most 256 MiB, then fewer samples); the order of shards is
             shuffled, too. 0: stored order.

@@ -6,15 +6,26 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from loaders.format import FINDINGS_NAME, MANIFEST_NAME
+from loaders.format import FINDINGS_NAME, MANIFEST_NAME, FormatError, read_manifest
 from packer.engines import open_engine
 from packer.findings import Findings
 from packer.job import Remarks
-from packer.outdir import check_places, close_partial, is_ours, locked, open_partial, remove_data_set, repair_swap, siblings, swap_in
+from packer.outdir import (
+    check_places,
+    close_partial,
+    is_blank,
+    is_ours,
+    locked,
+    open_partial,
+    remove_data_set,
+    repair_swap,
+    siblings,
+    swap_in,
+)
 from packer.publish import publish
 from packer.recipe import Recipe
 from packer.records import write_file
-from packer.restore import restore
+from packer.restore import OtherDataSet, restore
 from packer.run import Console, Digests, Outcome, Run, heading_of, make_plan, run_plan
 from packer.sample import Listing, PackError
 from packer.work import Context, check_job
@@ -29,7 +40,7 @@ def build(src: Path, out: Path, recipe: Recipe, console: Console, *, overwrite: 
     """Pack `src` into `out`. The same command again goes on where an interrupted one stopped.
 
     Raises:
-        PackError: the job cannot be done; nothing was published.
+        PackError: the job cannot be done. Nothing was published, and a finished data set at `out` is as it was.
     """
     check_places(src, out)
     repaired = repair_swap(out)
@@ -44,19 +55,36 @@ def build(src: Path, out: Path, recipe: Recipe, console: Console, *, overwrite: 
 def _replace(src: Path, out: Path, recipe: Recipe, console: Console) -> Outcome:
     """Build beside the finished data set `out`, and put the new one in its place when it is complete."""
     new, old = siblings(out)
-    for folder in (new, old):
-        if folder.exists() and not is_ours(folder) and any(folder.iterdir()):
-            raise PackError(f"{folder}: is in the way of --overwrite and was not made by pack; move it")
+    _check_siblings(new, old)
     if (new / MANIFEST_NAME).is_file():
         # Finished by an earlier --overwrite that was interrupted just before the swap: is it what is asked for now?
-        try:
-            with locked(new):
-                restore(_start(src, recipe, console), new)
-        except PackError:
-            remove_data_set(new)
+        with locked(new):
+            try:
+                return _swap(out, restore(_start(src, recipe, console), new), console)
+            except OtherDataSet:
+                left = remove_data_set(new)
+        if left:
+            raise PackError(f"{left}; it is in the way of --overwrite: move it")
     with locked(new):
-        outcome = _build_in(_start(src, recipe, console), new)
-        left = swap_in(out) if outcome.ok else None
+        return _swap(out, _build_in(_start(src, recipe, console), new), console)
+
+
+def _check_siblings(new: Path, old: Path) -> None:
+    """Refuse, before any work, folders beside OUT that the work or the swap would fail on."""
+    if new.exists() and not is_ours(new) and not is_blank(new):
+        raise PackError(f"{new}: is in the way of --overwrite and was not made by pack; move it")
+    if (new / MANIFEST_NAME).is_file():
+        try:
+            read_manifest(new)
+        except FormatError as e:
+            raise PackError(f"{e}; an earlier --overwrite left this folder, and what is ours in it cannot be told: move it") from None
+    if os.path.lexists(old) and (old.is_symlink() or not old.is_dir() or any(old.iterdir())):
+        raise PackError(f"{old}: is in the way of --overwrite and holds what pack did not make, or cannot tell; move it")
+
+
+def _swap(out: Path, outcome: Outcome, console: Console) -> Outcome:
+    """Swap in what was built beside `out`, if it was."""
+    left = swap_in(out) if outcome.ok else None
     if left:
         console.say(left)
     return outcome

@@ -40,6 +40,11 @@ def _yaml_header(m: Manifest) -> str:
         lines += [f"    - name: {name}", f"      list: {dtype}"]
     if m.task == "detection":
         lines += ["    - name: boxes", "      list:", f"        list: {_FLOATS}"]
+    kept = m.source.options.get("extra", [])  # CSV columns; a reader that is told all features drops every other one
+    if kept:
+        lines += ["    - name: extra", "      struct:"]
+        for column in kept:
+            lines += [f"      - name: {_yaml_string(str(column))}", "        dtype: string"]
     for name in ("__key__", "__url__"):
         lines += [f"  - name: {name}", "    dtype: string"]
     return "\n".join([*lines, "---", "", ""])
@@ -76,16 +81,20 @@ def _body(m: Manifest) -> str:
     reader = "loaders.shards import ShardDataset" if m.layout == "tar" else "loaders.memmap import MemmapDataset"
     cls = reader.split()[-1]
     split = "train" if "train" in m.splits else next(iter(sorted(m.splits)), "train")
+    one_size = "image" not in m.fields or "H" not in m.fields["image"].shape
     collate = "" if m.task != "detection" else '  # batch["boxes"]: a list of float32 [N, 4] tensors, xyxy pixels'
+    loop = [f'for batch in BatchLoader(ds, batch_size=64, remainder="pad"):{collate}', '    batch["image"]']
+    if not one_size:
+        loop = ["# The images differ in size: for batches pack with --resize, or give a transform or a collate of your own."]
     lines += [
         "",
         "```python",
         f"from {reader}",
-        "from loaders.batches import BatchLoader",
+        *(["from loaders.batches import BatchLoader"] if one_size else []),
         "",
         f'ds = {cls}("out/", split="{split}")',
-        f"for batch in BatchLoader(ds, batch_size=64):{collate}",
-        '    batch["image"]',
+        'ds[0]["image"]  # uint8 [3, H, W]',
+        *loop,
         "```",
         "",
         "`pack verify` checks every byte. The format is described in `loaders/format.py` of shardpack.",

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from loaders.format import FormatError
-from packer.sample import PackError
+from packer.sample import Finding, PackError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 FOLDER = click.Path(path_type=Path)
@@ -27,8 +27,12 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except UsageError as e:
+            _fail(str(e), 2)
         except (PackError, FormatError) as e:
             _fail(str(e))
+        except KeyboardInterrupt:
+            _interrupted("nothing was begun")
         except BrokenPipeError:  # the reader of our output has gone
             sys.stderr.close()
             ctx.exit(1)
@@ -135,7 +139,7 @@ def build(src: Path, out: Path, overwrite: bool, quiet: bool, **options: Any) ->
     try:
         outcome = run_build(src, out, _recipe(options), console, overwrite=overwrite)
     except KeyboardInterrupt:
-        _interrupted("nothing was published. Finished shards are kept: the same command again goes on from there")
+        _interrupted("what is finished is kept: the same command again goes on from there")
     if not outcome.ok:
         _fail(outcome.message)
     if outcome.message:
@@ -163,6 +167,11 @@ def check(src: Path, as_json: bool, quiet: bool, **options: Any) -> None:
         outcome = run_check(src, _recipe(options), Terminal(quiet=quiet or as_json))
     except KeyboardInterrupt:
         _interrupted("nothing was written")
+    except PackError as e:
+        if as_json:  # machines get their answer in any case
+            problem = Finding("error", "cannot-pack", ".", str(e))
+            click.echo(json.dumps({"findings": [as_dict(problem)], "num_samples": 0, "num_skipped": 0}, indent=1))
+        raise
     if as_json:
         found = [as_dict(f) for f in outcome.findings or ()]
         click.echo(json.dumps({"findings": found, "num_samples": outcome.num_samples, "num_skipped": outcome.num_skipped}, indent=1))
@@ -184,7 +193,7 @@ def verify(out: Path, quick: bool, workers: int | None, as_json: bool, quiet: bo
     from packer.console import Terminal
     from packer.engines import open_engine
     from packer.problems import as_json as to_json
-    from packer.problems import as_line
+    from packer.problems import as_line, cannot_verify
     from packer.verify import verify as run_verify
 
     console = Terminal(quiet=quiet or as_json)
@@ -192,6 +201,10 @@ def verify(out: Path, quick: bool, workers: int | None, as_json: bool, quiet: bo
         problems = run_verify(out, open_engine("local", workers or default_workers()), quick=quick, progress=console.progress)
     except KeyboardInterrupt:
         _interrupted("nothing was changed")
+    except PackError as e:
+        if as_json:
+            click.echo(json.dumps(to_json([cannot_verify(str(e))]), indent=1))
+        raise
     errors = [p for p in problems if p.level == "error"]
     if as_json:
         click.echo(json.dumps(to_json(problems), indent=1))
@@ -231,10 +244,7 @@ def _recipe(options: dict[str, Any]) -> Any:
         },
         "run": {k: o(k) for k in ("workers", "engine", "on_error", "max_skip")},
     }
-    try:
-        return load_recipe(o("recipe"), flags)
-    except PackError as e:
-        _fail(str(e), 2)
+    return load_recipe(o("recipe"), flags)
 
 
 def _read_classes(path: Path | None) -> list[str] | None:

@@ -13,13 +13,17 @@ NUM_SHOWN = 20
 LEVELS: tuple[Level, ...] = ("error", "skip", "warning")
 
 
+_Key = tuple[str, str | None, str, int | None]
+
+
 class Findings:
     """`add` is a `packer.sample.Report`. `show` gets the first 20 of each code as they come, as one line of text each."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
-        self._found: dict[tuple[str, str | None, str, int | None], Finding] = {}
+        self._found: dict[_Key, Finding] = {}
         self._shown: Counter[str] = Counter()
+        self._told: set[_Key] = set()
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self._found.values())
@@ -29,14 +33,20 @@ class Findings:
 
     def add(self, finding: Finding) -> None:
         """Keep a finding; a further one of the same code and sample only counts, unless it is more severe: then it takes the place."""
-        whole = finding.sample is None
-        key = (finding.code, finding.sample, finding.path if whole else "", finding.line if whole else None)
+        self.tell(finding)
+        key = _key(finding)
         before = self._found.get(key)
         if before is not None:
             worst = min(before, finding, key=lambda f: LEVELS.index(f.level))
             self._found[key] = replace(worst, count=before.count + finding.count)
             return
         self._found[key] = finding
+
+    def tell(self, finding: Finding) -> None:
+        """Show a finding that is kept later, in the order of the jobs: a long build is not to be mute until its end."""
+        if _key(finding) in self._told:
+            return
+        self._told.add(_key(finding))
         self._shown[finding.code] += 1
         if self._shown[finding.code] <= NUM_SHOWN:
             self._show(as_line(finding))
@@ -62,6 +72,11 @@ class Findings:
         return [*lines, f"({hidden:,} of them not shown: at most {NUM_SHOWN} of a kind are)"] if hidden else lines
 
 
+def _key(finding: Finding) -> _Key:
+    whole = finding.sample is None
+    return (finding.code, finding.sample, finding.path if whole else "", finding.line if whole else None)
+
+
 def as_dict(finding: Finding) -> dict[str, object]:
     """A finding as JSON values; `line`, `object` and `count` only where they say something."""
     values = asdict(finding)
@@ -74,9 +89,13 @@ def as_json(finding: Finding) -> str:
 
 
 def as_line(finding: Finding) -> str:
-    """One line for people: level, place, code, message. Control characters in names are escaped."""
+    """One line for people: level, place, code, message."""
     place = finding.path + (f":{finding.line}" if finding.line is not None else "")
     subject = f" [{finding.sample}]" if finding.sample not in (None, finding.path) else ""
     more = f" (and {finding.count - 1:,} more like it{'' if finding.sample is None else ' in this sample'})" if finding.count > 1 else ""
-    text = f"{finding.level}: {place}{subject}: {finding.message}{more} ({finding.code})"
+    return printable(f"{finding.level}: {place}{subject}: {finding.message}{more} ({finding.code})")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and the like escaped, so that no name from outside can garble a terminal or end a line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -9,15 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from loaders.format import Index, Manifest, open_index, read_manifest
+from packer.findings import printable
 from packer.plan import SPLITS
 
 
 def describe(root: Path) -> Iterator[str]:
     """Lines for ``pack info``: splits, classes with counts, ranges of image and box sizes, bytes, transform.
 
+    Nothing that the manifest says can garble a terminal.
+
     Raises:
         FormatError: manifest or index cannot be read.
     """
+    return map(printable, _lines(root))
+
+
+def _lines(root: Path) -> Iterator[str]:
     manifest = read_manifest(root)
     splits = sorted(manifest.splits, key=lambda s: SPLITS.index(s) if s in SPLITS else len(SPLITS))
     indexes = {name: open_index(root, manifest, name) for name in splits}
@@ -51,9 +58,7 @@ def _class_rows(manifest: Manifest, indexes: dict[str, Index]) -> list[list[str]
         labels = np.asarray(index.samples["label"] if index.labels is None else index.labels)
         counts.append(np.bincount(labels[(labels >= 0) & (labels < len(manifest.classes))], minlength=len(manifest.classes)))
     for i, name in enumerate(manifest.classes):
-        rows.append(
-            [str(i), name.encode("unicode_escape").decode() if not name.isprintable() else name, *(f"{int(c[i]):,}" for c in counts)]
-        )
+        rows.append([str(i), printable(name), *(f"{int(c[i]):,}" for c in counts)])  # escaped here, so that columns stay aligned
     return rows
 
 

@@ -157,7 +157,8 @@ def source_splits(listing: Listing) -> list[str | None]:
     """The splits a source gives, or "train" for everything where it gives none."""
     if not listing.has_splits:
         return [None if item.refused else "train" for item in listing.items]
-    strange = {item.split for item in listing.items if not item.refused} - set(SPLITS)
+    strange = {item.split for item in listing.items if not item.refused and item.split is not None} - set(SPLITS)
     if strange:
         raise PackError(f"splits {sorted(map(str, strange))} are not among {', '.join(SPLITS)}")
-    return [None if item.refused else item.split for item in listing.items]
+    # An item without a split is one that an error finding is about: it is looked at like the others.
+    return [None if item.refused else item.split or "train" for item in listing.items]

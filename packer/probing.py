@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+import cv2
 from PIL import BmpImagePlugin, Image, TiffImagePlugin
 
 from loaders.jpeg import JpegError, JpegHeader, parse_header
@@ -82,7 +83,10 @@ class ImageInfo:
 
 
 def strict(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn any exception into an `ImageError`: decoders raise OSError, SyntaxError, ValueError, cv2.error, MemoryError and more."""
+    """Turn any exception into an `ImageError`: decoders raise OSError, SyntaxError, ValueError, cv2.error and more.
+
+    Only a lack of memory stays what it is.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -92,9 +96,11 @@ def strict(function: Callable[P, R]) -> Callable[P, R]:
             raise
         except HeaderError as e:
             raise ImageError("truncated-image" if e.truncated else "corrupt-image", str(e)) from None
-        except MemoryError:
-            raise ImageError("image-too-large", "decoding needs more memory than there is") from None
+        except MemoryError:  # a fault of the machine now, not of the file: it must not be remembered as one
+            raise
         except Exception as e:
+            if isinstance(e, cv2.error) and e.code == cv2.Error.StsNoMem:
+                raise MemoryError(str(e)) from None
             text = " ".join(str(e).split()) or type(e).__name__
             if text == "unknown pixel mode":  # Pillow, about a TIFF
                 raise ImageError(

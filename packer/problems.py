@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loaders.format import Manifest, sha256_file
+from packer.findings import printable
 
 REBUILD = "; the same pack build command again restores it"
 
@@ -58,6 +59,11 @@ def file_problems(root: Path, name: str, num_bytes: int, sha256: str | None) -> 
         yield Problem("error", "unreadable", name, f"cannot be read: {e.strerror}")
 
 
+def cannot_verify(message: str) -> Problem:
+    """There is nothing that could be looked at."""
+    return Problem("error", "cannot-verify", ".", message)
+
+
 def as_json(problems: list[Problem]) -> dict[str, Any]:
     """What ``pack verify --json`` prints."""
     fields = ("level", "code", "path", "sample", "source", "message")
@@ -68,5 +74,4 @@ def as_line(problem: Problem) -> str:
     """One line for people."""
     sample = "" if problem.sample is None else f" sample {problem.sample:09d}"
     source = "" if problem.source is None else f" ({problem.source})"
-    text = f"{problem.level}: {problem.path}{sample}{source}: {problem.message} ({problem.code})"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return printable(f"{problem.level}: {problem.path}{sample}{source}: {problem.message} ({problem.code})")

@@ -17,6 +17,7 @@ from loaders.format import (
     FINDINGS_NAME,
     FORMAT_VERSION,
     INDEX_ARRAYS,
+    INDEX_DIR,
     MANIFEST_NAME,
     README_NAME,
     FieldEntry,
@@ -67,6 +68,9 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
     """Move every shard to its place below `out` and write all other files, the manifest last. Returns the manifest.
 
     An interruption leaves no manifest, and `outdir.open_partial` puts the shards back.
+
+    Raises:
+        PackError: something lies in the place of one of the files.
     """
     places: list[tuple[FinishedShard, str]] = []
     numbers: dict[str, int] = {}
@@ -74,7 +78,8 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
         n = numbers.get(shard.split, 0)
         numbers[shard.split] = n + 1
         places.append((shard, shard_path(shard.split, n, heading.layout)))
-    move_shards(out, partial, places)
+    indexed = [index_path(split, name) for split in numbers for name in INDEX_ARRAYS]
+    move_shards(out, partial, places, [*indexed, FINDINGS_NAME, README_NAME])
     files: dict[str, FileEntry] = {}
     splits: dict[str, SplitEntry] = {}
     for split in numbers:
@@ -87,6 +92,7 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
                     files[place + name] = FileEntry(num_bytes=num_bytes, sha256=sha)
         for name, data in index_files(split, index):
             files[name] = _write(out / name, data)
+        sync_path(out / INDEX_DIR)
     files[FINDINGS_NAME] = _write(out / FINDINGS_NAME, findings.jsonl().encode("utf-8", "backslashreplace"))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -108,13 +114,16 @@ def publish(out: Path, partial: Path, shards: Sequence[FinishedShard], heading: 
     return manifest
 
 
-def move_shards(out: Path, partial: Path, places: Iterable[tuple[FinishedShard, str]]) -> None:
-    """Move each shard's files, which are on disk, from ``.partial/`` to their path below `out`, having written down which goes where."""
+def move_shards(out: Path, partial: Path, places: Iterable[tuple[FinishedShard, str]], files: Iterable[str] = ()) -> None:
+    """Move each shard's files, which are on disk, from ``.partial/`` to their path below `out`.
+
+    First it is written down which goes where, and which other `files` may follow.
+    """
     moves: dict[str, str] = {}
     for shard, place in places:
         names = [n for n in shard.written.files if not n or n.startswith(".")] or [""]
         moves |= {shard_file(shard.path, n).name: place + n for n in names}
-    begin_publication(partial, moves)
+    begin_publication(out, partial, moves, files)
     for name, place in moves.items():
         (out / place).parent.mkdir(exist_ok=True)
         os.replace(partial / name, out / place)
@@ -169,6 +178,8 @@ def _fields(heading: Heading, indexes: Sequence[Index]) -> dict[str, FieldEntry]
     else:
         fields["original_size"] = entry("int32", [2], "original_size.npy", "height, width of the source picture, pixels")
         fields["key"] = entry("int64", [], "key.npy", "position in the sorted listing of the source")
+    if heading.source.options.get("extra"):
+        fields["extra"] = entry("string", [], "json", "columns of the source that were kept: name -> text")
     if heading.task == "classification":
         fields["label"] = entry("int64", [], "cls" if tar else "label.npy", "class id, position in classes")
     if heading.task == "detection":

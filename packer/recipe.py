@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from packer.sample import PackError
+from packer.sample import UsageError
 
 MAX_SIDE = 65500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -183,16 +183,16 @@ def load_recipe(path: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Re
     """Read a recipe file, if any, put the flags (table -> key -> value, None = not given) on top, and check the whole.
 
     Raises:
-        PackError: unreadable, no TOML, or wrong values: all of them, each with its table and key.
+        UsageError: unreadable, no TOML, or wrong values: all of them, each with its table and key.
     """
     raw: dict[str, Any] = {}
     if path is not None:
         try:
             raw = tomllib.loads(path.read_text("utf-8-sig"))
         except OSError as e:
-            raise PackError(f"{path}: cannot be read: {e.strerror}") from None
+            raise UsageError(f"{path}: cannot be read: {e.strerror}") from None
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
-            raise PackError(f"{path}: is no TOML file: {e}") from None
+            raise UsageError(f"{path}: is no TOML file: {e}") from None
     for table, values in flags.items():
         given = {k: v for k, v in values.items() if v is not None}
         if given and isinstance(raw.setdefault(table, {}), dict):
@@ -201,7 +201,7 @@ def load_recipe(path: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Re
         return Recipe.model_validate(raw)
     except ValidationError as e:
         lines = [f"  {_place(p['loc'])}: {_message(p)}" for p in e.errors()]
-        raise PackError(f"{path or 'options'}: {len(lines)} wrong value(s):\n" + "\n".join(lines)) from None
+        raise UsageError(f"{path or 'options'}: {len(lines)} wrong value(s):\n" + "\n".join(lines)) from None
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

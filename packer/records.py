@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from loaders.format import INDEX_ARRAYS, Index, canonical_json, sha256_file
 from packer.job import Job, JobResult, Remarks, Spec
-from packer.sample import Finding, WrittenShard
+from packer.sample import Finding, Source, WrittenShard
 
 PARTIAL_DIR = ".partial"
 
@@ -44,9 +44,10 @@ class JobFiles:
         return self.shard.with_name(f"tmp-{os.getpid()}-{self.shard.name}")
 
 
-def job_key(spec: Spec, versions: Mapping[str, str], job: Job) -> str:
+def job_key(spec: Spec, versions: Mapping[str, str], source: Source, job: Job) -> str:
     """Hex digest of all that the job's bytes depend on."""
-    h = hashlib.sha256(canonical_json([describe_spec(spec), dict(versions), job.split]).encode("utf-8", "surrogatepass"))
+    what = [describe_spec(spec), dict(versions), source.kind, source.options, job.split]
+    h = hashlib.sha256(canonical_json(what).encode("utf-8", "surrogatepass"))
     for key, item in zip(job.keys, job.items, strict=True):
         h.update(repr((key, item.path, item.num_bytes, item.mtime_ns, item.label, item.stamp)).encode("utf-8", "surrogatepass"))
     return h.hexdigest()[:32]

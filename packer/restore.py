@@ -7,38 +7,43 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from loaders.format import README_NAME, SAMPLE_DTYPE, FormatError, Manifest, index_path, open_array, read_manifest
 from packer.card import data_card
-from packer.outdir import close_partial, open_partial
+from packer.outdir import close_partial, open_partial, remove_temporary
 from packer.publish import Heading, move_shards, publish
 from packer.records import PARTIAL_DIR, has_bytes, sync_path, write_file
 from packer.run import Outcome, Plan, Run, heading_of, make_plan, run_plan, source_fingerprint
 from packer.sample import PackError
 
 
+class OtherDataSet(PackError):
+    """What is there is whole, or may be, but not what the command would build."""
+
+
 def restore(run: Run, out: Path) -> Outcome:
     """Compare `out` with what the command would build. All equal: done. Bytes damaged or missing: made again and put back.
 
     Raises:
-        PackError: another plan, another source, or the bytes cannot be made again as they were (other library versions).
+        OtherDataSet: another plan, another source, or the bytes cannot be made again as they were (other library versions).
+        PackError: the comparison or the repair cannot be done.
     """
     try:
         manifest = read_manifest(out)
     except FormatError as e:
         raise PackError(f"{e}; --overwrite packs it anew") from None
     plan = make_plan(run)
-    if plan is None:
+    if plan is None or run.findings.counts()["error"]:
         raise PackError(f"{run.src}: has faults now that it did not have when {out} was packed; see above")
     fingerprint = source_fingerprint(run, plan)
     found = heading_of(run, plan, manifest.output.get("image_parts", []), fingerprint)
     differences = list(_differences(manifest, found))
     if differences:
-        raise PackError(
+        raise OtherDataSet(
             f"{out}: holds a finished data set made by another plan:\n  "
             + "\n  ".join(differences)
             + "\nchoose another OUT, or --overwrite"
@@ -54,6 +59,7 @@ def restore(run: Run, out: Path) -> Outcome:
         damaged.append(README_NAME)
     if damaged not in ([], [README_NAME]):
         _remake(run, plan, out, manifest, damaged)
+    remove_temporary(out)
     close_partial(out / PARTIAL_DIR)  # also where an interruption left it, after the manifest was written
     message = f"restored {len(damaged):,} damaged or missing files, byte for byte"
     if not damaged:
@@ -104,6 +110,9 @@ def _remake(run: Run, plan: Plan, out: Path, manifest: Manifest, damaged: Sequen
     """Make the damaged shards again, or all where index or findings are damaged too, and put the same bytes back."""
     expected = _expected(manifest)
     paths = [path for path in damaged if path in expected]
+    for path in paths:
+        if (out / path).is_dir():
+            raise PackError(f"{out / path}: is a folder where a file belongs; move it away")
     partial = open_partial(out)
     staging = Path(tempfile.mkdtemp(prefix="tmp-", dir=partial))
     places = _places(plan, out, manifest, paths)
@@ -119,13 +128,12 @@ def _remake(run: Run, plan: Plan, out: Path, manifest: Manifest, damaged: Sequen
         close_partial(partial)
         changed = {k: v for k, v in manifest.created_by.items() if run.versions.get(k) != v}
         hint = f"it was made with {changed}" if changed else f"{wrong[0]} comes out differently"
-        raise PackError(f"{out}: cannot be restored byte for byte: {hint}; use --overwrite to pack it anew")
+        raise OtherDataSet(f"{out}: cannot be restored byte for byte: {hint}; use --overwrite to pack it anew")
     for path in paths:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
-        if (out / path).is_dir():
-            raise PackError(f"{out / path}: is a folder where a file belongs; move it away")
         os.replace(staging / path, out / path)
-        sync_path((out / path).parent)
+    for below in {parent for path in paths for parent in PurePosixPath(path).parents}:
+        sync_path(out / below)
 
 
 def _places(plan: Plan, out: Path, manifest: Manifest, damaged: Sequence[str]) -> dict[int, str] | None:

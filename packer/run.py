@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ from packer.publish import FinishedShard, Heading
 from packer.recipe import Recipe
 from packer.records import job_files, load_record, sync_shard
 from packer.remarks import duplicate_findings, remark_findings, same_files
-from packer.sample import Listing, PackError, Source
+from packer.sample import Finding, Listing, PackError, Source, UsageError
 from packer.sources import detect, open_source
 from packer.transforms import Resize
 from packer.work import Chunk, Context, chunks, describe_task, digest_chunk, pack_job, scan_chunk, survey
@@ -135,20 +136,28 @@ def tool_versions() -> dict[str, str]:
 
 
 def make_plan(run: Run) -> Plan | None:
-    """List, scan where names or strata need it, and cut into jobs. None when the listing has faults of the whole data set."""
+    """List, scan where names or strata need it, and cut into jobs.
+
+    None when there is nothing to look at. Faults of the whole data set (findings of level error) stand in the way of publishing, not of
+    looking at every picture: all that is wrong is to be said at once.
+    """
     table = run.recipe.source
     kind, why = (table.kind, "as given") if table.kind != "auto" else detect(run.src)
     run.console.say(f"source: {kind} ({why})")
     source = open_source(kind, run.src, table.own, table.classes)
+    if run.recipe.output.format == "memmap" and source.options.get("extra"):
+        raise UsageError(
+            "[source] extra: kept columns go into the JSON of a tar sample, and a memmap has none; use --format tar, or leave it out"
+        )
     listing = source.list(run.findings.add)
     for note in listing.notes:
         run.console.say(f"  {note}")
-    if run.findings.counts()["error"]:
+    if run.findings.counts()["error"] and all(item.refused for item in listing.items):
         return None
     if not listing.items:
         raise PackError(f"{run.src}: no pictures found for source {kind}")
     if listing.task == "detection" and run.recipe.transform.resize is not None and run.recipe.transform.mode == "crop":
-        raise PackError("mode crop would cut boxes away: for detection use letterbox, stretch, short or long")
+        raise UsageError("mode crop would cut boxes away: for detection use letterbox, stretch, short or long")
     names = _scan(run, source, listing)
     if listing.classes is None:
         listing.classes = sorted(set().union(*names))
@@ -199,7 +208,13 @@ def _splits(run: Run, listing: Listing, names: Sequence[frozenset[str]]) -> list
             run.console.say("  no splits in the source and none asked for: everything is train")
         return source_splits(listing)
     group = None if split.group is None else group_of(split.group)
-    return assign_splits(listing.items, names, split.shares, run.recipe.output.seed, group)
+    if split.group is not None and not any(re.search(split.group, item.path) for item in listing.items):
+        raise UsageError(f"group {split.group!r} matches no path, such as {listing.items[0].path!r}: nothing would be kept together")
+    splits = assign_splits(listing.items, names, split.shares, run.recipe.output.seed, group)
+    for name in split.shares.keys() - set(splits):
+        message = f"no picture is left for split {name} (share {split.shares[name]:g}): too few pictures, or groups too large"
+        run.findings.add(Finding("warning", "empty-split", ".", message))
+    return splits
 
 
 def _sizing(run: Run, context: Context, listing: Listing) -> tuple[Sizing, int]:
@@ -234,6 +249,8 @@ def run_plan(run: Run, plan: Plan, partial: Path) -> tuple[list[FinishedShard], 
         for number, result in run.map(pack_job, context, order, "packing"):
             done[order[number].number] = result.key
             num_reused += result.reused
+            for finding in result.findings:
+                run.findings.tell(finding)
             synced.append(disk.submit(sync_shard, job_files(partial, plan.spec, result.key).shard))
         for wait in synced:
             wait.result()

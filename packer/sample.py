@@ -5,7 +5,7 @@ source -> Item (listing) -> Annotation (what the source says) -> Sample (what is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,6 +20,10 @@ Level = Literal["error", "skip", "warning"]
 
 class PackError(Exception):
     """The job cannot go on. The message is for the user: the file, the place, what was found, what was expected, the way out."""
+
+
+class UsageError(PackError):
+    """What was asked for cannot be meant: a wrong value in a recipe or flag. Exit status 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,3 @@ class Writer(Protocol):
     def abort(self) -> None:
         """Give up: close files and remove what was written."""
         ...
-
-
-Options = Mapping[str, Any]

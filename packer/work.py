@@ -14,7 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.engines import Tick
-from packer.job import DIGEST_BYTES, Job, JobResult, SampleFacts, Spec, annotation_digest, make_sample, picture_digest, read_item, run_job
+from packer.job import (
+    DIGEST_BYTES,
+    Job,
+    JobResult,
+    SampleFacts,
+    Spec,
+    annotation_digest,
+    class_ids,
+    make_sample,
+    picture_digest,
+    read_item,
+    run_job,
+)
 from packer.records import job_files, job_key, load_record, save_record
 from packer.sample import Finding, Item, PackError, Source
 
@@ -45,7 +57,7 @@ def pack_job(context: Context, job: Job, tick: Tick) -> Done:
     """Pack one shard into ``.partial/``, unless a record says that it is there."""
     assert context.partial is not None
     cv2.setNumThreads(1)  # workers are the parallelism
-    key = job_key(context.spec, context.versions, job)
+    key = job_key(context.spec, context.versions, context.source, job)
     files = job_files(context.partial, context.spec, key)
     result = load_record(files, reuse=True)
     reused = result is not None
@@ -117,11 +129,11 @@ def digest_chunk(context: Context, chunk: Chunk, tick: Tick) -> NDArray[np.uint8
 
 def survey(context: Context, keys_and_items: Sequence[tuple[int, Item]]) -> list[tuple[str, int, tuple[int, int]]]:
     """(source, encoded bytes, (width, height)) of a few samples, made as packing would; those with faults are passed over."""
-    found = []
+    found, ids = [], class_ids(context.spec)
     for key, item in keys_and_items:
         encode = context.spec.layout == "tar"
         annotation = context.source.annotate(item, _silent)
-        sample = make_sample(context.spec, context.source.root, key, item, annotation, _silent, SampleFacts(), encode=encode)
+        sample = make_sample(context.spec, context.source.root, key, item, annotation, ids, _silent, SampleFacts(), encode=encode)
         if sample is not None:
             found.append((sample.source, len(sample.encoded or b""), (sample.width, sample.height)))
     return found

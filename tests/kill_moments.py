@@ -1,7 +1,9 @@
 """Kills a build just before its n-th touch of the file system, for every n, and looks whether the next command makes it whole.
 
 A program (``python tests/kill_moments.py SCENARIO FOLDER STEP``), started by test_interrupt.py: it forks, so that each build begins in
-a process without threads and dies by a real SIGKILL; imports are paid once. Prints ``{"moments": number, "failures": [text, ...]}``.
+a process without threads and dies by a real SIGKILL; imports are paid once. Prints
+``{"moments": number, "foreign": number, "failures": [text, ...]}``; `foreign`: how often somebody else's files were put into OUT after
+the kill.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from typing import Any, ClassVar
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from build_data import Tree, change_byte, differences, run_build, tree  # noqa: E402  found by the line above
+from packer.outdir import is_ours, siblings  # noqa: E402
 
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 Job = Callable[[], Any]
+# Put into OUT where it is ours: no command may lose them.
+FOREIGN = ("mine.txt", "tmp-notes/mine.txt", "index/mine.txt", "index/train/mine.npy", "train/mine.txt", "train/shard-notes/mine.txt")
 
 
 def in_child(job: Job, below: Path, die_at: int | None = None) -> tuple[bool, int]:
@@ -54,6 +59,23 @@ def in_child(job: Job, below: Path, die_at: int | None = None) -> tuple[bool, in
     if os.WEXITSTATUS(status):
         raise SystemExit("the build raised")
     return False, int(seen_text)
+
+
+def put_foreign(out: Path) -> None:
+    for name in FOREIGN:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("mine")
+
+
+def take_foreign(folder: Path) -> set[str]:
+    """Remove the foreign files, and their folders where these are empty then; which were there?"""
+    found = {name for name in FOREIGN if (folder / name).is_file() and (folder / name).read_text() == "mine"}
+    for name in found:
+        (folder / name).unlink()
+    for below in ("tmp-notes", "index/train", "index", "train/shard-notes", "train", ""):
+        if (folder / below).is_dir() and not any((folder / below).iterdir()):
+            (folder / below).rmdir()
+    return found
 
 
 class Scenario:
@@ -174,7 +196,7 @@ def main(name: str, folder: Path, step: int) -> None:
     scenario = SCENARIOS[name](folder)
     scenario.prepare()
     _, total = in_child(scenario.command, scenario.out.parent)
-    failures = []
+    failures, num_foreign = [], 0
     for moment in range(0, total, step):
         scenario.prepare()
         killed, _ = in_child(scenario.command, scenario.out.parent, moment)
@@ -183,14 +205,21 @@ def main(name: str, folder: Path, step: int) -> None:
         wrong = scenario.at_once()
         if wrong:
             failures.append(f"moment {moment} of {total}: {wrong}")
+        foreign = is_ours(scenario.out)
+        if foreign:
+            put_foreign(scenario.out)
         in_child(scenario.after, scenario.out.parent)
+        found = take_foreign(scenario.out) | take_foreign(siblings(scenario.out)[1])  # where an overwritten set's foreign files stay
+        if foreign and found != set(FOREIGN):
+            failures.append(f"moment {moment} of {total}: lost {set(FOREIGN) - found}")
+        num_foreign += foreign
         differ = differences(tree(scenario.out), scenario.expected)
         if differ:
             failures.append(f"moment {moment} of {total}: differs in {differ}")
         beside = sorted(p.name for p in scenario.out.parent.iterdir())
         if beside != ["out"]:
             failures.append(f"moment {moment} of {total}: left {beside}")
-    sys.stdout.write(json.dumps({"moments": total, "failures": failures}))
+    sys.stdout.write(json.dumps({"moments": total, "foreign": num_foreign, "failures": failures}))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def test_default_workers_are_the_cores_divided_by_the_local_ranks(monkeypatch: p
         ({"batch_size": 11}, "no batch in an epoch: 10 samples, batch_size 11 x world_size 1 = 11 a step"),
         ({"batch_size": 4, "world_size": 3, "rank": 0}, "batch_size 4 x world_size 3 = 12 a step, remainder 'drop': take a smaller"),
         ({"batch_size": 0}, "batch_size 0"),
-        ({"batch_size": 1, "rank": 1}, "rank is 1 of world_size 1"),
+        ({"batch_size": 1, "rank": 1, "world_size": 1}, "rank is 1 of world_size 1"),
         ({"batch_size": 1, "rank": -1, "world_size": 2}, "rank is -1"),
         ({"batch_size": 1, "workers": -1}, "workers is -1"),
         ({"batch_size": 1, "remainder": "keep"}, "remainder is 'keep'"),
@@ -491,3 +491,9 @@ torch.distributed.destroy_process_group()
     loader.load_state_dict(results[0][1])
     got = [*chain(*results[0][0], *results[1][0]), *valid_rows(loader)]
     assert sorted(got) == list(range(41))
+
+
+@pytest.mark.parametrize("given", [{"rank": 1}, {"world_size": 2}])
+def test_rank_and_world_size_are_given_together(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give both or neither"):
+        BatchLoader(MemoryDataset(8), 2, **given)

@@ -99,6 +99,15 @@ def test_features_of_detection() -> None:
     assert {name for name in fields if fields[name] == {"list": "int64"}} == {"labels", "difficult", "truncated", "occluded"}
 
 
+@pytest.mark.parametrize("task", ["classification", "detection"])
+def test_features_of_kept_columns(task: Task) -> None:
+    """A loader drops what is in no feature. Columns may be named by number."""
+    source = SourceEntry(kind="csv", options={"extra": ["operator: #1", 3]}, fingerprint="0" * 64)
+    kept = struct(data_card(manifest(task, source=source)))["extra"]
+    assert kept == {"struct": [{"name": "operator: #1", "dtype": "string"}, {"name": "3", "dtype": "string"}]}
+    assert "extra" not in struct(data_card(manifest(task)))
+
+
 def test_features_without_labels() -> None:
     card = data_card(manifest("unlabelled"))
     assert set(features(card)) == {"jpg", "png", "json", "__key__", "__url__"}

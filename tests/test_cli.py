@@ -292,7 +292,7 @@ class TestInfo:
 @pytest.mark.parametrize(
     ("command", "module", "name", "said"),
     [
-        (["build", "a", "b"], build_module, "build", "error: interrupted; nothing was published. Finished shards are kept: "),
+        (["build", "a", "b"], build_module, "build", "error: interrupted; what is finished is kept: "),
         (["check", "a"], build_module, "check", "error: interrupted; nothing was written"),
         (["verify", "a"], verify, "verify", "error: interrupted; nothing was changed"),
     ],

@@ -102,6 +102,18 @@ def test_class_names_that_would_garble_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in "\n".join(describe(tmp_path / "out"))
 
 
+def test_a_manifest_that_would_garble_the_terminal(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run_build(make_folder(5), out).ok
+    raw = read_json(out)
+    raw["source"]["kind"] = "fol\x1b[2Jder"
+    sign_manifest(out, {**raw, "created_by": {"a\nb": "\x9b1"}})
+    lines = list(describe(out))
+    assert "source: fol\\x1b[2Jder" in "\n".join(lines)
+    assert "made by: a\\nb \\x9b1" in lines
+    assert all(line.isprintable() for line in lines)
+
+
 def test_table_aligns() -> None:
     rows = [["id", "name", "n"], ["0", "ab", "1,000"], ["10", "c", "2"]]
     assert list(table(rows)) == ["id  name      n", " 0  ab    1,000", "10  c         2"]

@@ -43,6 +43,7 @@ def kill_at_every(scenario: str, step: int, make_voc: Callable[..., Path]) -> No
     result = json.loads(done.stdout)
     assert result["failures"] == []
     assert result["moments"] > 60
+    assert result["foreign"] >= 3
 
 
 class Running:
@@ -192,9 +193,7 @@ def test_interrupted(
     os.killpg(build.process.pid, number)  # as a terminal does it: to all processes at once
     text = build.finish()
     assert build.process.returncode == 1
-    assert text.rstrip().endswith(
-        "error: interrupted; nothing was published. Finished shards are kept: the same command again goes on from there"
-    )
+    assert text.rstrip().endswith("error: interrupted; what is finished is kept: the same command again goes on from there")
     assert [p.name for p in out.iterdir()] == [".partial"]
     assert list(build.temp.iterdir()) == []
     assert run_build(src, out, **TABLES).ok

@@ -20,7 +20,19 @@ from image_data import exif, picture, png_chunk, png_of, save, tiff_of, webp_wit
 from loaders.codecs import decode_image
 from loaders.jpeg import restart_offsets
 from packer.images import probe
-from packer.job import DIGEST_BYTES, Job, JobResult, Remarks, SampleFacts, Spec, annotation_digest, make_sample, read_item, run_job
+from packer.job import (
+    DIGEST_BYTES,
+    Job,
+    JobResult,
+    Remarks,
+    SampleFacts,
+    Spec,
+    annotation_digest,
+    class_ids,
+    make_sample,
+    read_item,
+    run_job,
+)
 from packer.sample import Annotation, Finding, Item, Listing, Report, Sample
 from packer.transforms import Resize
 from packer.writers.tar import read_samples
@@ -85,7 +97,7 @@ def make(tmp_path: Path) -> Callable[..., Made]:
         said = Annotation(name, label="crack") if said is None else said
         findings: list[Finding] = []
         facts = SampleFacts()
-        return make_sample(spec, tmp_path, 7, item, said, findings.append, facts, encode=encode), findings, facts
+        return make_sample(spec, tmp_path, 7, item, said, class_ids(spec), findings.append, facts, encode=encode), findings, facts
 
     return make
 

@@ -12,6 +12,7 @@ import pytest
 
 from build_data import Recorder, change_byte, differences, pack, read_json, run_build, sign_manifest, stamps, tree
 from conftest import picture, save
+from packer.outdir import open_partial
 from packer.sample import PackError
 
 TAR = {"output": {"shard_samples": 4}}
@@ -108,6 +109,27 @@ def test_damaged_file_comes_back(layout: str, name: str, how: str, made: Made) -
     assert {p: stamps(out)[p] for p in other} == {p: untouched[p] for p in other}
 
 
+@pytest.mark.parametrize("damaged", ["train/shard-000001.tar", "index/train/samples.npy", "README.md"])
+def test_foreign_files_stay(damaged: str, made: Made) -> None:
+    src, out, whole = made(TAR)
+    mine = (
+        "tmp-mine.txt",
+        "tmp-notes/precious.txt",
+        "tmp-1-mine",
+        "index/tmp-x",
+        "index/mine.txt",
+        "train/shard-notes/n.txt",
+        "train/tmp-1",
+    )
+    for name in mine:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    expected = tree(out)
+    (out / damaged).unlink()
+    assert run_build(src, out, **whole).message.startswith("restored 1 ")
+    assert differences(tree(out), expected) == []
+
+
 def test_one_shard_lost_costs_one_shard(made: Made) -> None:
     """The shard's number is not its job's: the first job packed nothing."""
     src, out, whole = made(TAR)
@@ -146,8 +168,8 @@ def test_everything_but_the_manifest_lost(tables: dict[str, Any], made: Made) ->
 def test_left_over_partial_folder_is_cleaned_away(made: Made) -> None:
     src, out, whole = made(TAR)
     expected = tree(out)
-    (out / ".partial").mkdir()
-    (out / ".partial" / "old.record").write_bytes(b"x")
+    (open_partial(out) / "old.record").write_bytes(b"x")
+    (out / "tmp-17-README.md").write_bytes(b"x")
     assert run_build(src, out, **whole).message.startswith("already complete")
     assert differences(tree(out), expected) == []
 
@@ -246,5 +268,7 @@ def test_folder_in_a_files_place(made: Made) -> None:
     path = out / "train/shard-000000.tar"
     path.unlink()
     path.mkdir()
+    console = Recorder()
     with pytest.raises(PackError, match="is a folder where a file belongs; move it away"):
-        run_build(src, out, **whole)
+        run_build(src, out, console, **whole)
+    assert "packing" not in console.passed

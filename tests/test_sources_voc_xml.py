@@ -262,7 +262,7 @@ def test_what_is_no_character_set_is_refused(name: str) -> None:
         ('<!DOCTYPE annotation SYSTEM "http://localhost/x.dtd"><annotation>&far;</annotation>', "bad-xml", "undefined entity"),
         ("<annotation>" + "<a>" * 100_000, "bad-xml", "not well-formed"),
         ("<annotation>" + "<object/>" * (MAX_OBJECTS + 1) + "</annotation>", "file-too-large", "objects"),
-        ("<annotation>" + " " * (1 << 24) + "</annotation>", "file-too-large", "16 MiB"),
+        ("<annotation>" + " " * (1 << 22) + "</annotation>", "file-too-large", "4 MiB"),
     ],
     ids=["empty", "text", "two", "cut", "undefined", "dialect", "entity", "external", "parameter", "dtd", "deep", "objects", "large"],
 )

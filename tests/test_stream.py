@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import pickle
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,32 @@ def test_gzipped_tar(tmp_path: Path) -> None:
     (tmp_path / "y.tar.gz").write_bytes(data[:-30])
     with pytest.raises(SampleError, match=r"y\.tar\.gz"):
         list(ShardStream(tmp_path / "y.tar.gz"))
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [("y.tgz", gzip.compress), ("y.TGZ", gzip.compress), ("y.tbz2", bz2.compress), ("y.tar.bz2", bz2.compress), ("y.txz", lzma.compress)],
+)
+def test_compressed_tars_by_any_suffix(tmp_path: Path, name: str, compress: Callable[[bytes], bytes]) -> None:
+    foreign(tmp_path, shards=1)
+    (tmp_path / name).write_bytes(compress((tmp_path / "x-000.tar").read_bytes()))
+    for source in (tmp_path / name, str(tmp_path / f"*{name[1:]}"), (tmp_path / name).as_uri()):
+        assert len(list(ShardStream(source))) == 4
+    with pytest.raises(ValueError, match=r"none\.tgz'?: no such tar file"):
+        ShardStream(tmp_path / "none.tgz")
+
+
+def test_compressed_tar_behind_a_url_with_a_query(tmp_path: Path) -> None:
+    foreign(tmp_path, shards=1)
+    query = "token=" + 300 * "a"  # longer than a file's name may be
+    fsspec.filesystem("memory").pipe(f"/signed/x.tgz?{query}", gzip.compress((tmp_path / "x-000.tar").read_bytes()))
+    assert len(list(ShardStream(f"memory://signed/x.tgz?{query}"))) == 4
+
+
+def test_a_file_is_no_folder_of_a_packed_data_set(tmp_path: Path) -> None:
+    foreign(tmp_path, shards=1)
+    (tmp_path / "x-000.tar").rename(tmp_path / "shard")
+    assert len(list(ShardStream(tmp_path / "shard"))) == 4
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

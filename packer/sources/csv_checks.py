@@ -83,7 +83,8 @@ def check_classes(given: Sequence[str] | None, names: Sequence[str], groups: Gro
         label, line = groups.label[picture], groups.line[picture]
     if given is None:
         return sorted(names[i] for i in np.unique(label[~said.refused[picture]]).tolist())
-    known = np.array([name in set(given) for name in names], bool)
+    allowed = set(given)
+    known = np.array([name in allowed for name in names], bool)
     for row in np.flatnonzero(~known[label]).tolist():
         p = int(picture[row])
         message = f"class {shown(names[label[row]])} is not one of [source] classes"

@@ -13,7 +13,7 @@ from typing import NoReturn
 from xml.etree import ElementTree
 from xml.parsers import expat
 
-MAX_XML_BYTES = 1 << 24
+MAX_XML_BYTES = 1 << 22
 MAX_OBJECTS = 100_000
 MAX_QUOTED = 80
 _DECLARATION = re.compile(rb"""<\?xml\s[^>]{0,200}?\bencoding\s*=\s*["']([A-Za-z][A-Za-z0-9._:-]{0,40})["']""")

@@ -17,8 +17,6 @@ from loaders.format import FormatError, Index, Layout, Task, open_array
 from packer.sample import PackError, Sample, WrittenShard
 from packer.writers.csr import IndexBuilder
 
-DTYPES = ("uint8", "float16", "float32")
-
 
 def fixed_files(task: Task, dtype: str) -> dict[str, tuple[str, tuple[int, ...] | None]]:
     """name -> (dtype, shape of one entry) of every file of a shard; None where only the shard itself can tell."""
