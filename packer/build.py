@@ -9,7 +9,7 @@ from pathlib import Path
 from loaders.format import FINDINGS_NAME, MANIFEST_NAME, FormatError, read_manifest
 from packer.engines import open_engine
 from packer.findings import Findings
-from packer.job import Remarks
+from packer.job import JobResult, Remarks
 from packer.outdir import (
     check_places,
     close_partial,
@@ -99,7 +99,11 @@ def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
     if plan is None:
         return _judge(run, 0, 0)
     context = Context(plan.spec, plan.source, None, run.versions)
-    results = dict(run.map(check_job, context, plan.jobs, "checking"))
+    results: dict[int, JobResult] = {}
+    for number, result in run.map(check_job, context, plan.jobs, "checking"):
+        results[number] = result
+        for finding in result.findings:
+            run.findings.tell(finding)
     remarks, digests, packed = Remarks(), Digests(plan.listing), 0
     for number, job in enumerate(plan.jobs):
         for finding in results[number].findings:

@@ -67,7 +67,7 @@ def folder(root: Path) -> Truth:
     truth = Truth("classification")
     for i in range(NUM):
         name = CLASSES[i % 3]
-        path = f"{name}/deep {i % 2}/p{i}.png"
+        path = f"{name}/deep/p{i}.png"
         truth.put(root, path, i)
         truth.label[path] = name
     return truth

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from packer.recipe import SourceTable
 from packer.sample import PackError
 from packer.sources import KINDS, detect, open_source
 from voc_data import put, put_pair, voc_object, voc_xml
@@ -35,8 +36,10 @@ def test_wrong_options_are_all_named(tmp_path: Path) -> None:
     ):
         assert part in message
     assert message.startswith("5 wrong")
-    with pytest.raises(PackError, match="kind 'folder' has: no keys"):
-        open_source("folder", tmp_path, {"origin": 1}, None)
+    with pytest.raises(PackError, match="kind 'folder' has: no keys") as e:
+        open_source("folder", tmp_path, {"clases": ["a"]}, None)
+    shared = list(SourceTable.model_fields)
+    assert str(e.value).endswith(f"every kind has: {', '.join(shared)}")
 
 
 def test_unknown_kind_and_wrong_root(tmp_path: Path) -> None:
@@ -89,6 +92,7 @@ def test_csv_is_detected_by_its_columns(tmp_path: Path) -> None:
 
 def test_a_split_table_is_no_csv_data_set(tmp_path: Path) -> None:
     put(tmp_path, "crack/a.jpg")
+    put(tmp_path, "slag/b.jpg")
     put(tmp_path, "train_val_test_split.csv", "image_id,split\na,train\n")
     assert detect(tmp_path)[0] == "folder"
 
@@ -103,4 +107,35 @@ def test_a_root_with_nothing_to_pack_is_refused(tmp_path: Path) -> None:
 def test_loops_of_links_end(tmp_path: Path) -> None:
     put(tmp_path, "a/b/x.jpg")
     (tmp_path / "a/b/up").symlink_to(tmp_path)
+    assert detect(tmp_path)[0] == "folder"
+
+
+ODD_TABLE = "patient,finding\n1,crack\n"
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["images/a.jpg"],
+        ["images/a.jpg", "imgs/b.jpg"],
+        ["a.jpg"],
+        ["crack/a.jpg", "docs/a.txt"],
+        ["train/images/a.jpg", "val/images/b.jpg"],
+    ],
+)
+def test_a_table_that_does_not_fit_is_not_passed_over(tmp_path: Path, paths: list[str]) -> None:
+    for path in paths:
+        put(tmp_path, path)
+    put(tmp_path, "labels.csv", ODD_TABLE)
+    with pytest.raises(PackError) as e:
+        detect(tmp_path)
+    for part in ("labels.csv: ", "--source folder", "[source]", "columns"):
+        assert part in str(e.value)
+
+
+@pytest.mark.parametrize("paths", [["crack/a.jpg", "slag/b.jpg"], ["train/crack/a.jpg", "val/slag/lot/b.jpg"]])
+def test_a_table_beside_class_folders_stands_in_no_way(tmp_path: Path, paths: list[str]) -> None:
+    for path in paths:
+        put(tmp_path, path)
+    put(tmp_path, "notes.csv", ODD_TABLE)
     assert detect(tmp_path)[0] == "folder"

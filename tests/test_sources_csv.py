@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from packer.sample import Annotation, Finding, Item, Listing, PackError
-from packer.sources.csv import CsvOptions, CsvSource, sniff
+from packer.sources.csv import CsvOptions, CsvSource, sniff, why_not
 from source_contract import SourceContract
 
 CORNERS = "image,x1,y1,x2,y2,class\n"
+LEFT_TOP = {"x": "left", "y": "top", "w": "width", "h": "height"}.items()
 
 
 def make(root: Path, tables: dict[str, str | bytes], pictures: Iterable[str]) -> Path:
@@ -208,6 +209,61 @@ def test_declared_columns_win_over_recognised_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("numbers", "options", "box"),
+    [
+        ("x,y,width,height", {"columns": {"x": "x", "y": "y", "w": "width", "h": "height"}, "box_format": "xywh"}, [1, 2, 4, 8]),
+        ("left,top,right,bottom", {"columns": {"x1": "left", "y1": "top", "x2": "right", "y2": "bottom"}}, [1, 2, 3, 6]),
+        ("cx,cy,w,h", {"columns": {"x": "cx", "y": "cy", "w": "w", "h": "h"}, "box_format": "cxcywh"}, [-0.5, -1, 2.5, 5]),
+        (
+            "x_center,Y Center,width,height",
+            {"columns": {"x": "x_center", "y": "y center", "w": "width", "h": "height"}, "box_format": "cxcywh"},
+            [-0.5, -1, 2.5, 5],
+        ),
+        (
+            "bbox_left,bbox_top,bbox_width,bbox_height",
+            {"columns": {r: f"bbox_{n}" for r, n in LEFT_TOP}, "box_format": "xywh"},
+            [1, 2, 4, 8],
+        ),
+    ],
+)
+def test_labels_beside_what_looks_like_a_box_are_refused(tmp_path: Path, numbers: str, options: dict[str, Any], box: list[float]) -> None:
+    root = make(tmp_path, {"t.csv": f"filename,{numbers},label\na.jpg,1,2,3,6,x\na.jpg,1,2,3,6,y\n"}, ["a.jpg"])
+    names = numbers.lower().split(",")
+    message = refusal(root)
+    assert message.startswith(f"t.csv: columns {', '.join(names)} look like a box")
+    assert f"'filename,{numbers},label'" in message
+    assert "columns = {" + ", ".join(f'{role} = "{name}"' for role, name in options["columns"].items()) + "}" in message
+    assert f'"{options.get("box_format", "normalized")}"' in message
+    assert Read(root, **options).boxes("a.jpg") == [box, box]
+    assert "look like a box" in refusal(root, class_name="defect")
+    kept = Read(make(tmp_path, {"t.csv": f"filename,{numbers},label\na.jpg,1,2,3,6,x\n"}, []), extra=names)
+    assert (kept.labels, kept.annotations["a.jpg"].extra) == ({"a.jpg": "x"}, dict(zip(names, "1236", strict=True)))
+
+
+@pytest.mark.parametrize(("header", "way_out"), [("bounding_box", 'bbox = "bounding_box"'), ("x,y", "x1 = ..."), ("w,h", "box_format")])
+def test_parts_of_a_box_are_refused_too(tmp_path: Path, header: str, way_out: str) -> None:
+    row = ",".join("1" for _ in header.split(","))
+    message = refusal(make(tmp_path, {"t.csv": f"image,label,{header}\na.jpg,x,{row}\n"}, ["a.jpg"]))
+    assert "look like a box" in message
+    assert way_out in message
+
+
+@pytest.mark.parametrize("header", ["width,height", "confidence,annotator", "top,who", "height,box id"])
+def test_other_columns_that_are_not_used_are_named(tmp_path: Path, header: str) -> None:
+    r = Read(make(tmp_path, {"t.csv": f"image,label,{header},\na.jpg,x,1,2,\n"}, ["a.jpg"]))
+    assert r.labels == {"a.jpg": "x"}
+    assert f"t.csv: columns not used: {header.replace(',', ', ')}" in r.listing.notes
+
+
+def test_columns_not_used_of_boxes_and_without_header(tmp_path: Path) -> None:
+    root = make(tmp_path, {"t.csv": "image,x1,y1,x2,y2,class,who,truncated\na.jpg,1,2,3,4,x,me,0\n"}, ["a.jpg"])
+    assert [n for n in Read(root).listing.notes if "not used" in n] == ["t.csv: columns not used: who"]
+    assert not [n for n in Read(root, extra=["who"]).listing.notes if "not used" in n]
+    make(root, {"t.csv": "a.jpg,me,x,7\n"}, [])
+    assert "t.csv: columns not used: 1, 3 (counted from 0)" in Read(root, header=False, columns={"path": 0, "label": 2}).listing.notes
+
+
+@pytest.mark.parametrize(
     ("text", "options", "said"),
     [
         ("a.jpg,crack\nb.jpg,slag\n", {}, ["'a.jpg,crack'", "header = false", "file_name"]),
@@ -336,6 +392,50 @@ def test_what_does_not_look_like_a_csv_data_set(tmp_path: Path, name: str, text:
 def test_sniff_names_table_and_columns_also_of_text_that_does_not_decode(tmp_path: Path) -> None:
     assert sniff(make(tmp_path, {"t.csv": b"image,label\na.jpg,\xf3\n"}, [])) == "t.csv has columns image, label"
     assert sniff(tmp_path / "gone") is None
+
+
+def test_why_a_table_is_not_recognised(tmp_path: Path) -> None:
+    tables: dict[str, str | bytes] = {
+        "bare.csv": "a.jpg,crack\n",
+        "onehot.csv": "filename,a,b\na.jpg,1,0\n",
+        "who.tsv": "who\tlabel\n",
+        "empty.csv": "",
+        "renamed.csv": b"PK\x03\x04\0\0",
+        "nul.csv": "a\0b\n",
+        "sub/notes.csv": "who,when\n",
+        "book.XLSX": b"",
+        "old.xls": b"",
+        "calc.ods": b"",
+        "train_val_test_split.csv": "image_id,split\na,train\n",
+        "good.csv": "image,label\n",
+        "a/b/deep.csv": "who,when\n",
+        ".hidden.csv": "who,when\n",
+        "sub/book.xlsx": b"",
+    }
+    reasons = dict(why_not(make(tmp_path, tables, ["a.jpg"])))
+    workbooks = ["book.XLSX", "calc.ods", "old.xls", "renamed.csv"]
+    assert sorted(reasons) == sorted([*workbooks, "bare.csv", "onehot.csv", "who.tsv", "empty.csv", "nul.csv", "sub/notes.csv"])
+    assert {reasons[name] for name in workbooks} == {"an Excel/OpenDocument workbook: save it as CSV"}
+    assert "'a.jpg,crack', no header" in reasons["bare.csv"]
+    assert "header = false" in reasons["bare.csv"]
+    assert "'filename,a,b'; expected a column for the class (label, class" in reasons["onehot.csv"]
+    assert "expected a column for the picture's path (filename, file_name" in reasons["who.tsv"]
+    assert "the class (" not in reasons["who.tsv"]
+    assert "path (" in reasons["sub/notes.csv"]
+    assert "the class (" in reasons["sub/notes.csv"]
+    assert reasons["empty.csv"] == "the file is empty"
+    assert reasons["nul.csv"].startswith("line 1: holds a NUL")
+
+
+def test_why_not_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not(tmp_path / "gone") == []
+    make(tmp_path, {"t.csv": "who,when\n"}, [])
+
+    def gone(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "open", gone)
+    assert why_not(tmp_path) == [("t.csv", "cannot be read: No such file or directory")]
 
 
 # Which picture
@@ -553,8 +653,8 @@ def test_splits_that_contradict_or_are_unknown_are_faults_of_the_data_set(tmp_pa
         ("x.jpg,,,,,crack", "incomplete-row", "'crack'"),
         ("x.jpg,1,,3,4,crack", "incomplete-row", "'crack'"),
         ("x.jpg,1,,,,", "incomplete-row", "1"),
-        ("x.jpg,1,2,3,abc,crack", "bad-number", "'abc'"),
-        ('x.jpg,1,2,3,"4,5",crack', "bad-number", "'4,5'"),
+        ("x.jpg,1,2,3,abc,crack", "bad-number", "'abc' in column 'y2' is no number"),
+        ('x.jpg,1,2,"4,5",3,crack', "bad-number", "'4,5' in column 'x2' is no number; this looks like a decimal comma, write 4.5"),
         ("x.jpg,1,2,3,1_0,crack", "bad-number", "'1_0'"),
         ("x.jpg,1,2,3,4", "ragged-row", "5 cells, expected 6"),
         ("x.jpg,1,2,3,4,crack,more", "ragged-row", "7 cells, expected 6"),

@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from packer.sample import Finding, Listing, Source
 from packer.sources.folder import FolderOptions, FolderSource
 from source_contract import SourceContract
@@ -79,7 +81,7 @@ def test_split_folders_in_any_case_and_spelling(tmp_path: Path) -> None:
     }
     assert (listing.classes, listing.has_splits) == (["crack", "slag"], True)
     assert any("validation (val)" in note for note in listing.notes)
-    assert findings == []
+    assert codes(findings) == [("warning", "class-not-in-train", "validation/slag")]
 
 
 def test_an_empty_class_keeps_its_id(tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_classes_that_differ_by_case_only_across_splits_are_named(tmp_path: Path
     put(tmp_path, "train/Crack/a.jpg", "val/crack/b.jpg", "train/slag/c.jpg")
     listing, findings = listed(tmp_path)
     assert listing.classes == ["Crack", "crack", "slag"]
-    assert [f.code for f in findings] == ["case-twins"]
+    assert [f.code for f in findings] == ["case-twins", "class-not-in-train"]
     assert "train/Crack" in findings[0].message
     assert "val/crack" in findings[0].message
 
@@ -193,3 +195,69 @@ def test_annotation_is_the_label(tmp_path: Path) -> None:
     annotation = source.annotate(item, lambda _: None)
     assert annotation is not None
     assert (annotation.label, annotation.path, len(annotation.boxes)) == ("crack", "crack/a.jpg", 0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "path"),
+    [
+        (["images/train/a.jpg", "labels/train/a.txt", "data.yaml"], "data.yaml"),
+        (["images/a.jpg", "labels/a.txt"], "images"),
+        (["train/images/a.jpg", "train/labels/a.txt", "valid/images/b.jpg", "valid/labels/b.txt"], "train/images"),
+        (["train2017/a.jpg", "val2017/b.jpg", "annotations/instances_train2017.json"], "annotations/instances_train2017.json"),
+        (["JPEGImages/a.jpg", "SegmentationClass/a.png"], "JPEGImages"),
+        (["train/a.jpg", "valid/b.jpg", "train/_annotations.coco.json"], "train/_annotations.coco.json"),
+    ],
+)
+def test_the_parts_of_another_layout_are_no_classes(tmp_path: Path, paths: list[str], path: str) -> None:
+    put(tmp_path, *paths)
+    _, findings = listed(tmp_path)
+    errors = [f for f in findings if f.level == "error"]
+    assert [(f.code, f.path) for f in errors] == [("other-layout", path)]
+    assert "looks like YOLO" in errors[0].message
+    assert "[source] classes" in errors[0].message
+
+
+def test_classes_that_are_named_may_be_called_like_parts_of_another_layout(tmp_path: Path) -> None:
+    put(tmp_path, "images/a.jpg", "labels/b.jpg", "data.yaml")
+    listing, findings = listed(tmp_path, ["images", "labels"])
+    assert [i.label for i in listing.items] == ["images", "labels"]
+    assert codes(findings) == [("warning", "unsupported-file", "data.yaml")]
+    _, findings = listed(tmp_path, ["images"])
+    assert ("error", "other-layout", "labels") in codes(findings)
+
+
+def test_inner_folders_that_share_a_class_are_named_once(tmp_path: Path) -> None:
+    put(tmp_path, "metal/crack/a.jpg", "metal/pore/b.jpg", "stone/crack/a.jpg", "stone/chip/b.jpg", "wood/knot/c.jpg")
+    _, findings = listed(tmp_path)
+    assert codes(findings) == [("warning", "nested-folders", "metal")]
+    for part in ("metal/crack/", "metal/pore/", "'metal'", "1 more"):
+        assert part in findings[0].message
+
+
+def test_one_inner_folder_or_pictures_beside_it_are_no_doubt(tmp_path: Path) -> None:
+    put(tmp_path, "train/a/lot1/1.jpg", "train/b/lot1/1.jpg", "train/b/lot2/1.jpg", "train/b/1.jpg")
+    assert listed(tmp_path)[1] == []
+
+
+@pytest.mark.parametrize("paths", [["dataset/train/a/1.jpg", "dataset/val/a/2.jpg"], ["dataset/train/1.jpg"]])
+def test_split_folders_one_level_down_are_an_error(tmp_path: Path, paths: list[str]) -> None:
+    put(tmp_path, *paths)
+    _, findings = listed(tmp_path)
+    assert codes(findings) == [("error", "wrong-root", "dataset")]
+    assert "point pack at dataset/" in findings[0].message
+    assert ("error", "wrong-root", "dataset") not in codes(listed(tmp_path, ["dataset"])[1])
+
+
+def test_a_class_without_training_pictures_is_named(tmp_path: Path) -> None:
+    put(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/b/2.jpg", "val/c/2.jpg", "test/c/3.jpg")
+    (tmp_path / "train/c").mkdir()
+    _, findings = listed(tmp_path)
+    assert ("warning", "class-not-in-train", "test/c") in codes(findings)
+    assert [f.message.split(":")[0] for f in findings if f.code == "class-not-in-train"] == [
+        "class 'c' has no picture in train, and some in test/c, val/c"
+    ]
+
+
+def test_without_a_train_split_no_class_is_missing_in_it(tmp_path: Path) -> None:
+    put(tmp_path, "test/a/1.jpg", "test/b/1.jpg")
+    assert listed(tmp_path)[1] == []

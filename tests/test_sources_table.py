@@ -64,6 +64,27 @@ def test_delimiter_is_taken_from_the_first_line(tmp_path: Path, delimiter: str) 
     assert list(t.rows) == [(3, ["1", "2", "3"])]
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("line", ["sep=;", "SEP=;", '"sep=;"', "\ufeffsep=;"])
+def test_excels_line_above_the_table_gives_the_delimiter(tmp_path: Path, line: str, newline: str) -> None:
+    t = table(tmp_path, newline.join([line, "a,b,c;d", "1,2,3;4", ""]))
+    assert (t.delimiter, t.header, t.first_line) == (";", ["a,b,c", "d"], "a,b,c;d")
+    assert list(t.rows) == [(3, ["1,2,3", "4"])]
+
+
+def test_a_line_sep_is_passed_over_with_a_given_delimiter_and_without_header(tmp_path: Path) -> None:
+    t = table(tmp_path, "sep=;\na;b,c\n", delimiter=",", header=False)
+    assert list(t.rows) == [(2, ["a;b", "c"])]
+    assert table(tmp_path, "sep=\t\na\tb,c,d\n").header == ["a", "b,c,d"]
+    assert table(tmp_path, "sep=;\n").header == []
+
+
+@pytest.mark.parametrize("line", ["sep=", "sep=;;x", "separator=;"])
+def test_other_lines_are_no_line_sep(tmp_path: Path, line: str) -> None:
+    assert table(tmp_path, line + ",b\n1,2\n", delimiter=",").header == [line, "b"]
+    assert "sep" in table(tmp_path, line + "\n1\n").header[0]
+
+
 def test_a_given_delimiter_wins(tmp_path: Path) -> None:
     assert table(tmp_path, "a;b,c,d\n", delimiter=";").header == ["a", "b,c,d"]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packer.sample import Finding, PackError
-from packer.sources.tree import Tree, case_twins, is_picture, printable, report_unsupported, suffix_of, walk
+from packer.sources.tree import File, Tree, case_twins, is_picture, printable, report_unsupported, suffix_of, walk
 from source_contract import opened_paths, say
 
 
@@ -196,3 +196,10 @@ def test_case_twins_are_exactly_the_names_that_collide(names: list[str]) -> None
     grouped = [name for group in groups for name in group]
     assert sorted(grouped) == sorted(n for n in names if sum(m.lower() == n.lower() for m in names) > 1)
     assert all(len({n.lower() for n in group}) == 1 for group in groups)
+
+
+def test_a_table_is_said_to_be_unused_not_unread() -> None:
+    findings: list[Finding] = []
+    report_unsupported([File("labels.CSV", 1, 1), File("a.heic", 1, 1)], findings.append)
+    assert "a table that this source does not use" in findings[0].message
+    assert "suffix '.heic' is not read" in findings[1].message

@@ -405,3 +405,89 @@ def test_an_id_always_finds_its_own_picture(ids: list[str]) -> None:
 def test_options_are_kept_where_they_are_no_defaults(tmp_path: Path) -> None:
     assert source(tmp_path, origin=1, encoding="gbk").options == {"origin": 1, "encoding": "gbk"}
     assert source(tmp_path, origin=0).options == {}
+
+
+# Split folders
+
+
+@pytest.mark.parametrize(
+    ("images", "annotations"),
+    [
+        ("{}/images", "{}/annotations"),
+        ("{}", "{}"),
+        ("images/{}", "annotations/{}"),
+        ("data/{}/JPEGImages", "data/{}/Annotations"),
+        ("data/{}", "data/{}"),
+        ("{}/pics/all", "{}/xml"),
+    ],
+)
+def test_splits_are_read_from_folders(tmp_path: Path, images: str, annotations: str) -> None:
+    for folder in ("train", "Valid", "test"):
+        put_pair(tmp_path, "w", images=images.format(folder), annotations=annotations.format(folder))
+    listing, findings = listed(tmp_path)
+    got = {i.path: (i.split, i.ref, i.refused) for i in listing.items}
+    assert got == {
+        f"{images.format(d)}/w.jpg": (split, f"{annotations.format(d)}/w.xml", False)
+        for d, split in (("train", "train"), ("Valid", "val"), ("test", "test"))
+    }
+    assert (listing.has_splits, listing.num_used) == (True, 3)
+    assert any("splits: from the folders" in note and "Valid (val)" in note for note in listing.notes)
+    assert findings == []
+
+
+def test_faults_within_split_folders_are_named_by_their_folder(tmp_path: Path) -> None:
+    for folder in ("train", "valid"):
+        put_pair(tmp_path, "w", images=folder, annotations=folder)
+        put(tmp_path, f"{folder}/alone.xml", voc_xml())
+    put(tmp_path, "train/bare.jpg")
+    put(tmp_path, "loose.jpg")
+    listing, findings = listed(tmp_path)
+    assert {i.path: i.split for i in listing.items} == {"train/bare.jpg": "train", "train/w.jpg": "train", "valid/w.jpg": "val"}
+    assert sorted(codes(findings)) == [
+        ("skip", "missing-annotation", "train/bare.jpg"),
+        ("skip", "missing-image", "train/alone.xml"),
+        ("skip", "missing-image", "valid/alone.xml"),
+        ("warning", "unused-file", "loose.jpg"),
+    ]
+    assert listing.num_used == 2
+
+
+def test_a_split_file_decides_against_folders(tmp_path: Path) -> None:
+    for folder, name in (("train", "a"), ("valid", "b")):
+        put_pair(tmp_path, name, images=folder, annotations=folder)
+    put(tmp_path, SPLIT_CSV, "image_id,split\na,val\nb,train\n")
+    listing, findings = listed(tmp_path)
+    assert {i.path: i.split for i in listing.items} == {"train/a.jpg": "val", "valid/b.jpg": "train"}
+    assert findings == []
+
+
+def test_no_split_folder_is_dropped(tmp_path: Path) -> None:
+    put_pair(tmp_path, "a", images="train/images", annotations="train/annotations")
+    put_pair(tmp_path, "b", images="val/pictures", annotations="val/annotations")
+    _, findings = listed(tmp_path)
+    assert ("error", "split-folders", "val") in codes(findings)
+    put(tmp_path, SPLIT_CSV, "image_id,split\na,train\n")
+    _, findings = listed(tmp_path)
+    assert ("error", "split-folders", "val") in codes(findings)
+    listing, findings = listed(tmp_path, images="train/images", annotations="train/annotations")
+    assert [i.path for i in listing.items] == ["train/images/a.jpg"]
+    assert {f.level for f in findings} == {"warning"}
+
+
+@pytest.mark.parametrize("images", ["{}", "images/{}"])
+def test_split_folders_beside_others_are_an_error(tmp_path: Path, images: str) -> None:
+    for folder in ("train", "valid", "extra"):
+        put_pair(tmp_path, "w", images=images.format(folder), annotations=images.format(folder))
+    _, findings = listed(tmp_path)
+    errors = [f for f in findings if f.level == "error"]
+    assert [(f.code, f.path) for f in errors] == [("split-folders", images.format("train"))]
+    assert "extra" in errors[0].message
+
+
+def test_masks_of_splits_are_no_split_left_out(tmp_path: Path) -> None:
+    for folder in ("train", "val"):
+        put_pair(tmp_path, folder, images=f"images/{folder}", annotations=f"annotations/{folder}")
+        put(tmp_path, f"masks/{folder}/m.png")
+    listing, findings = listed(tmp_path)
+    assert [i.split for i in listing.items] == ["train", "val"]
+    assert {f.code for f in findings} == {"unused-file"}

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from packer.sample import PackError, Source
+from packer.sample import PackError, Source, UsageError
+from packer.sources.folder_checks import is_layout_name
+from packer.sources.splits import split_of
 from packer.sources.tree import PICTURE_SUFFIXES, check_root, is_ignored, is_picture, printable, suffix_of
 from packer.sources.voc_xml import root_element
 
@@ -19,6 +21,9 @@ KINDS = {
     "voc": ("packer.sources.voc", "VocSource"),
     "csv": ("packer.sources.csv", "CsvSource"),
 }
+
+# Keys of ``[source]`` that are the same for every kind.
+SHARED_KEYS = ("kind", "classes", "exif", "pixel_range", "boxes", "max_pixels", "max_file_bytes")
 
 _LOOK_ENTRIES = 20_000
 _LOOK_DEPTH = 4
@@ -31,7 +36,8 @@ def open_source(kind: str, root: Path, options: Mapping[str, Any], classes: list
     """A source of a kind, with `options` being the keys of ``[source]`` that belong to it; `classes` fixes the ids' order.
 
     Raises:
-        PackError: unknown kind; wrong options, all of them named; `root` is missing or no folder.
+        UsageError: wrong options, all of them named.
+        PackError: unknown kind; `root` is missing or no folder.
     """
     if kind not in KINDS:
         raise PackError(f"[source] kind = {kind!r} is not known, expected one of {', '.join(KINDS)}")
@@ -43,7 +49,7 @@ def open_source(kind: str, root: Path, options: Mapping[str, Any], classes: list
     except ValidationError as e:
         known = ", ".join(source_class.Options.model_fields) or "no keys of its own"
         problems = "".join(f"\n  {_problem(p, kind, known)}" for p in e.errors())
-        raise PackError(f"{len(e.errors())} wrong value(s):{problems}") from None
+        raise UsageError(f"{len(e.errors())} wrong value(s):{problems}") from None
     source: Source = source_class(root, checked, classes)
     return source
 
@@ -51,8 +57,9 @@ def open_source(kind: str, root: Path, options: Mapping[str, Any], classes: list
 def _problem(problem: Any, kind: str, known: str) -> str:
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        return f"[source] {key}: unknown key; kind {kind!r} has: {known}"
-    return f"[source] {key}: {str(problem['msg']).removeprefix('Value error, ')}"
+        return f"[source] {key}: unknown key; kind {kind!r} has: {known}; every kind has: {', '.join(SHARED_KEYS)}"
+    found = repr(problem["input"])
+    return f"[source] {key}: {str(problem['msg']).removeprefix('Value error, ')}" + (f", found {found}" if len(found) <= 80 else "")
 
 
 class _Look(NamedTuple):
@@ -67,7 +74,7 @@ def detect(root: Path) -> tuple[str, str]:
     """The kind of data set below `root`, from a short look at it, and a sentence that says why.
 
     Raises:
-        PackError: `root` is missing or no folder, or holds no picture and no table.
+        PackError: `root` is missing or no folder, or holds no picture and no table, or a table that does not fit, without class folders.
     """
     check_root(root)
     look = _look(root)
@@ -79,7 +86,36 @@ def detect(root: Path) -> tuple[str, str]:
     if look.picture is None and look.complete:
         suffixes = " ".join(sorted(PICTURE_SUFFIXES))
         raise PackError(f"{root}: holds no picture, no VOC XML and no CSV table; pictures are known by their suffix: {suffixes}")
+    _check_tables(root)
     return "folder", "there is neither an XML file of Pascal VOC nor a CSV table with columns that are known"
+
+
+def _check_tables(root: Path) -> None:
+    """Raises PackError: a table lies here that is not recognised, and the tree does not look like class folders."""
+    reasons: list[tuple[str, str]] = importlib.import_module(KINDS["csv"][0]).why_not(root)
+    if not reasons or _like_classes(root):
+        return
+    listed = "".join(f"\n  {path}: {reason}" for path, reason in reasons)
+    raise PackError(
+        f"{root}: holds a table that is not recognised, and no class folders:{listed}\n"
+        'say in a recipe what the columns are ([source] kind = "csv", columns = {...}); or take --source folder to pack folders as classes'
+    )
+
+
+def _like_classes(root: Path) -> bool:
+    """Two or more folders hold pictures, maybe below split folders, and none is called like a part of another layout."""
+    folders = [e for e in _entries(root) if e.is_dir()]
+    if folders and all(split_of(e.name) for e in folders):
+        folders = [e for split in folders for e in _entries(Path(split.path)) if e.is_dir()]
+    if any(is_layout_name(e.name) or e.name.lower() == "data" for e in folders):
+        return False
+    names: set[str] = set()
+    for entry in folders:
+        if entry.name not in names and _look(Path(entry.path)).picture is not None:
+            names.add(entry.name)
+        if len(names) > 1:
+            return True
+    return False
 
 
 def _look(root: Path) -> _Look:

@@ -21,6 +21,7 @@ from packer.sources.csv_files import find_tables, open_table, sniff_tables
 from packer.sources.csv_groups import Groups, Said, TableRows, group_rows
 from packer.sources.csv_paths import PictureIndex, plain_folder
 from packer.sources.csv_rows import NO_LABEL, NO_SPLIT, SPLITS, Vocabulary, read_rows
+from packer.sources.csv_why import why_not_tables
 from packer.sources.splits import EXPECTED, split_of
 from packer.sources.table import Table
 from packer.sources.tree import File, Tree, report_unsupported, walk
@@ -74,6 +75,14 @@ class CsvOptions(BaseModel):
 def sniff(root: Path) -> str | None:
     """Why a folder looks like a CSV data set, in words, or None. Reads the first lines of the tables at its top or one folder below."""
     return sniff_tables(root)
+
+
+def why_not(root: Path) -> list[tuple[str, str]]:
+    """The tables that `sniff` looks at and does not recognise, sorted, as (path below the root, reason), and workbooks at the top.
+
+    A table of only names and splits is passed over. Reads first lines only; never raises: what cannot be read has that for a reason.
+    """
+    return why_not_tables(root)
 
 
 class CsvSource:

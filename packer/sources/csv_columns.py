@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from packer.sample import PackError
+from packer.sources.csv_unused import why_a_box
 from packer.sources.table import Row, Table
 from packer.sources.tree import is_picture
 
@@ -176,7 +177,7 @@ class _Finder:
             self.notes.append(f"{self.name}: column {self.table.header[split]!r} gives the splits")
         flags = {k: c for k, names in FLAG_NAMES.items() if boxes and (c := self.find(k, None, names)) is not None}
         extra = {str(ref): self.column("extra", ref) for ref in self.wanted.extra}
-        return Roles(
+        roles = Roles(
             path=path,
             label=label,
             boxes=boxes,
@@ -189,6 +190,19 @@ class _Finder:
             extra=extra,
             notes=self.notes,
         )
+        self.check_unused(roles)
+        return roles
+
+    def check_unused(self, roles: Roles) -> None:
+        """Name the columns that nothing takes; refuse labels beside what looks like a box. Columns of `extra` are kept, so not unused."""
+        taken = {roles.path, roles.label, roles.split, *roles.boxes, *(roles.size or ()), *roles.flags.values(), *roles.extra.values()}
+        names = self.table.header or [str(c) for c in range(self.num_columns)]
+        said = LABEL_NAMES if self.wanted.class_name is not None else ()  # by `label`
+        unused = [name for c, name in enumerate(names) if c not in taken and name and name not in said]
+        if not roles.boxes and (reason := why_a_box(unused, self.table.first_line)) is not None:
+            raise PackError(f"{self.name}: {reason}")
+        if unused:
+            self.notes.append(f"{self.name}: columns not used: {', '.join(unused)}" + ("" if self.table.header else " (counted from 0)"))
 
     def missing(self, role: str, expected: str) -> PackError:
         line = f"its first line is {self.table.first_line!r}" if self.table.first_line else "the file is empty"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 from packer.sample import PackError
@@ -46,7 +46,7 @@ def describe_table(path: Path, name: str, wanted: Wanted, encoding: str | None =
 
 def sniff_tables(root: Path) -> str | None:
     """Why a folder looks like a CSV data set: the tables at its top, else one folder below, by their header lines; or None."""
-    for names in _listed(root):
+    for names in list_near(root):
         for name in names:
             what = describe_table(root / name, name, Wanted())
             if what is not None:
@@ -54,22 +54,23 @@ def sniff_tables(root: Path) -> str | None:
     return None
 
 
-def _listed(root: Path) -> Iterable[list[str]]:
-    files, folders = _entries(root, "")
+def list_near(root: Path, suffixes: Set[str] = TABLE_SUFFIXES) -> Iterator[list[str]]:
+    """The files with such suffixes at the top of a folder, then those one folder below (none where there are many folders), sorted."""
+    files, folders = _entries(root, "", suffixes)
     yield files
     if len(folders) <= _MAX_FOLDERS_LOOKED_INTO:
-        yield [name for folder in folders for name in _entries(root / folder, folder + "/")[0]]
+        yield [name for folder in folders for name in _entries(root / folder, folder + "/", suffixes)[0]]
 
 
-def _entries(folder: Path, prefix: str) -> tuple[list[str], list[str]]:
-    """Sorted tables and folders of one folder."""
+def _entries(folder: Path, prefix: str, suffixes: Set[str]) -> tuple[list[str], list[str]]:
+    """Sorted files with such suffixes, and folders, of one folder."""
     files, folders = [], []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if is_ignored(entry.name):
                     continue
-                if suffix_of(entry.name) in TABLE_SUFFIXES and entry.is_file():
+                if suffix_of(entry.name) in suffixes and entry.is_file():
                     files.append(prefix + entry.name)
                 elif entry.is_dir():
                     folders.append(entry.name)

@@ -24,6 +24,7 @@ _SPLIT_IDS = {name: i for i, name in enumerate(SPLITS)}
 _FLAG_VALUES = {"1": 1, "1.0": 1, "true": 1, "yes": 1, "0": 0, "0.0": 0, "false": 0, "no": 0, "": 0, "-1": 0}  # Open Images: -1 unknown
 _BRACKETS = re.compile(r"^[\[(]\s*|\s*[\])]$")
 _BETWEEN = re.compile(r"\s*[,;]\s*|\s+")
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]*,[0-9]+")
 _SHOWN = 120
 
 
@@ -94,7 +95,7 @@ def read_rows(table: Table, roles: Roles, class_name: str | None, split: str | N
         PackError: the file is no such table, see `read_table`.
     """
     rows = Rows(extra={name: array("i") for name in roles.extra})
-    parse_label = _label_rule(roles, class_name)
+    parse_label = _label_rule(roles, class_name, table.header)
     parse_split = _split_rule(roles, split)
     num_columns, path = roles.num_columns, roles.path
     for line, cells in table.rows:
@@ -158,9 +159,10 @@ def _split_rule(roles: Roles, split: str | None) -> Callable[[list[str]], int]:
     return parse
 
 
-def _label_rule(roles: Roles, class_name: str | None) -> Callable[[list[str]], tuple[str | None, list[float]]]:
+def _label_rule(roles: Roles, class_name: str | None, header: list[str]) -> Callable[[list[str]], tuple[str | None, list[float]]]:
     """Parses a row into its class (None: a picture without objects) and its four numbers."""
     column, boxes = roles.label, roles.boxes
+    names = [repr(header[c]) if header else str(c) for c in boxes]
 
     def label_of(cells: list[str]) -> str:
         return class_name or "" if column is None else cells[column]
@@ -175,7 +177,7 @@ def _label_rule(roles: Roles, class_name: str | None) -> Callable[[list[str]], t
         texts = [cells[c] for c in boxes]
         label = label_of(cells)
         if label and all(texts):
-            return label, [_number(t) for t in texts] if len(texts) == 4 else _bbox(texts[0])
+            return label, [_number(t, n) for t, n in zip(texts, names, strict=True)] if len(texts) == 4 else _bbox(texts[0], names[0])
         if not any(texts) and (not label or column is None):
             return None, _NO_NUMBERS
         if label:
@@ -190,21 +192,22 @@ def _label_rule(roles: Roles, class_name: str | None) -> Callable[[list[str]], t
 _NO_NUMBERS = [0.0] * 4
 
 
-def _number(text: str) -> float:
+def _number(text: str, column: str) -> float:
     """A number as people write it; NaN and infinity are numbers here, and refused where boxes are checked."""
     try:
         if "_" not in text:  # Python's own spelling of thousands
             return float(text)
     except ValueError:
         pass
-    raise RowFault("bad-number", f"{shown(text)} is no number")
+    comma = f"; this looks like a decimal comma, write {text.replace(',', '.')}" if _DECIMAL_COMMA.fullmatch(text) else ""
+    raise RowFault("bad-number", f"{shown(text)} in column {column} is no number{comma}")
 
 
-def _bbox(text: str) -> list[float]:
+def _bbox(text: str, column: str) -> list[float]:
     parts = _BETWEEN.split(_BRACKETS.sub("", text))
     if len(parts) != 4:
-        raise RowFault("bad-number", f"bbox {shown(text)} holds {len(parts)} numbers, expected 4")
-    return [_number(p) for p in parts]
+        raise RowFault("bad-number", f"{shown(text)} in column {column} holds {len(parts)} numbers, expected 4")
+    return [_number(p, column) for p in parts]
 
 
 def _flag(name: str, text: str) -> int:

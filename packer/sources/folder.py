@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from packer.sample import Annotation, Finding, Item, Listing, Report
+from packer.sources.folder_checks import check_case, check_layout, check_nested, check_single, check_train
 from packer.sources.splits import split_of
-from packer.sources.tree import File, Tree, case_twins, report_unsupported, walk
+from packer.sources.tree import File, Tree, report_unsupported, walk
 
 
 class FolderOptions(BaseModel):
@@ -54,9 +55,11 @@ class FolderSource:
         if not tree.pictures:
             report(Finding("error", "no-pictures", ".", "no picture lies below the root; nothing can be packed"))
         layout = self._layout(tree, report)
+        check_layout(tree, set(layout.class_folders.values()), self.classes, report)
         if layout.class_folders:
             classes = self._classes(tree, layout, report)
             items = [self._classified(f, layout, set(classes), report) for f in tree.pictures]
+            check_train(((_head(i.path, layout.depth + 1), i.split, i.label) for i in items if i.label and not i.refused), report)
             notes = [] if layout.split_folders else ["labels: from the class folders"]
         else:
             classes = []
@@ -117,15 +120,12 @@ class FolderSource:
             if folder not in used:
                 report(Finding("warning", "empty-class", folder, f"class folder is empty: 0 images for class {name!r}"))
         names = sorted(set(layout.class_folders.values()))
-        if self.classes is None and len(names) == 1 and used == set(layout.class_folders) <= {f.rpartition("/")[0] for f in tree.folders}:
-            message = f"the only class is {names[0]!r}, and it has folders of its own: if those are the classes, pack that folder instead"
-            report(Finding("warning", "one-class", next(iter(layout.class_folders)), message))
-        for group in case_twins(names):
-            # Twins within one folder were named by the walk.
-            folders = [f for f, name in layout.class_folders.items() if name in group]
-            if len({f.rpartition("/")[0] for f in folders}) == len(folders):
-                message = f"classes {', '.join(map(repr, group))} differ by upper and lower case only ({', '.join(folders)}); both are kept"
-                report(Finding("warning", "case-twins", folders[-1], message))
+        inner = {f.rpartition("/")[0] for f in tree.folders}
+        if self.classes is None and len(names) == 1 and used == set(layout.class_folders) <= inner:
+            check_single(tree, next(iter(layout.class_folders)), report)
+        else:
+            check_nested(tree, layout.class_folders, layout.depth, report)
+        check_case(layout.class_folders, report)
         if self.classes is None:
             return names
         for name in self.classes:

@@ -25,6 +25,7 @@ _BOMS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+_SEP_LINE = re.compile(r'"?sep=([^"\r\n])"?', re.IGNORECASE)
 _QUOTED = re.compile(r'"[^"]*"?')
 
 Row = tuple[int, list[str]]
@@ -58,7 +59,8 @@ def read_table(path: Path, name: str, *, encoding: str | None = None, delimiter:
         path: The file.
         name: What messages call it (its path below the source root).
         encoding: Of the text. None: UTF-8, or what a byte order mark says (UTF-8, UTF-16, UTF-32).
-        delimiter: One character. None: of comma, semicolon, tab and bar the one that is most often in the first line.
+        delimiter: One character. None: what Excel's line ``sep=;`` above the table says, else of comma, semicolon, tab and bar the one
+            that is most often in the first line. Such a line is never part of the table.
         header: The first row holds the column names.
 
     Raises:
@@ -68,9 +70,9 @@ def read_table(path: Path, name: str, *, encoding: str | None = None, delimiter:
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n\0'):
         raise PackError(f"{name}: delimiter is {delimiter!r}, expected one character such as ',' or ';'")
     encoding = _encoding(path, name, encoding)
-    first_line = _first_line(path, name, encoding)
-    delimiter = delimiter or _delimiter(first_line)
-    rows: Iterator[Row] = _rows(path, name, encoding, delimiter)
+    first_line, sep_line, sep = _start(path, name, encoding)
+    delimiter = delimiter or sep or _delimiter(first_line)
+    rows: Iterator[Row] = _rows(path, name, encoding, delimiter, sep_line)
     names: list[str] = []
     if header:
         names = [cell.lower() for cell in next(rows, (0, []))[1]]
@@ -95,7 +97,7 @@ def _encoding(path: Path, name: str, given: str | None) -> str:
     return "utf-8-sig" if codec.name == "utf-8" else codec.name
 
 
-def _rows(path: Path, name: str, encoding: str, delimiter: str) -> Generator[Row, None, None]:
+def _rows(path: Path, name: str, encoding: str, delimiter: str, sep_line: int) -> Generator[Row, None, None]:
     ended = False
 
     def lines(f: io.TextIOBase) -> Iterator[str]:
@@ -107,7 +109,7 @@ def _rows(path: Path, name: str, encoding: str, delimiter: str) -> Generator[Row
                 raise PackError(f"{name}, line {number}: has over {MAX_LINE_CHARS} characters; is this a text table?")
             if "\0" in line:
                 raise PackError(f"{name}, line {number}: holds a NUL character; a file in UTF-16 without byte order mark needs {_HOW}")
-            yield line
+            yield "\n" if number == sep_line else line  # a blank line in its place keeps the line numbers true
         ended = True
 
     start = 0
@@ -135,15 +137,20 @@ def _rows(path: Path, name: str, encoding: str, delimiter: str) -> Generator[Row
 _HOW = '[source] encoding = "utf-16-le" in a recipe (the name of the file\'s encoding)'
 
 
-def _first_line(path: Path, name: str, encoding: str) -> str:
+def _start(path: Path, name: str, encoding: str) -> tuple[str, int, str | None]:
+    """The table's first line of text, then the number (0: none) and the delimiter of Excel's line ``sep=;`` above it."""
+    number, sep_line, sep = 0, 0, None
     try:
         with path.open(encoding=encoding, newline="") as f:
             while line := f.readline(MAX_LINE_CHARS):
-                if line.strip():
-                    return line
+                number += 1
+                if not sep_line and (match := _SEP_LINE.fullmatch(line.rstrip("\r\n"))):
+                    sep_line, sep = number, match[1]
+                elif line.strip():
+                    return line, sep_line, sep
     except UnicodeDecodeError:
         raise PackError(_bad_byte(path, name, encoding)) from None
-    return ""
+    return "", sep_line, sep
 
 
 def _delimiter(line: str) -> str:

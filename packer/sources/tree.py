@@ -18,6 +18,7 @@ from packer.sample import Finding, Level, PackError, Report
 PICTURE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"},
 )
+TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".xls", ".xlsx", ".xlsm", ".ods"})
 SYSTEM_NAMES = frozenset(
     {
         "thumbs.db",
@@ -118,6 +119,8 @@ def report_unsupported(files: Iterable[File], report: Report) -> None:
     for file in files:
         suffix = suffix_of(file.path)
         what = f"suffix {suffix!r} is not read" if suffix else "it has no suffix"
+        if suffix in TABLE_SUFFIXES:
+            what = "a table that this source does not use"
         message = f"not packed: {what}; pictures are known by their suffix: {known}"
         report(Finding("warning", "unsupported-file", file.path, message, sample=file.path))
 

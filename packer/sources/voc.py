@@ -1,10 +1,12 @@
 """Pascal VOC: one XML file per picture, boxes in ``<object>``.
 
-Folders ``images`` (or ``JPEGImages``) and ``annotations``, or others; see `voc_layout` for how they are found, `voc_splits` for splits.
+Folders ``images`` (or ``JPEGImages``) and ``annotations``, or others; see `voc_layout` for how they are found, `voc_splits` and
+`voc_folders` for splits.
 """
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -16,8 +18,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from packer.sample import Annotation, Finding, Item, Listing, Report
 from packer.sources.tree import File, Tree, report_unsupported, suffix_of, walk
 from packer.sources.voc_annotation import annotation_of, base_name
+from packer.sources.voc_folders import check_dropped, find_split_folders, split_layouts, splits_of, splits_within
 from packer.sources.voc_layout import Layout, Pairs, below, find_layout, nfc, pair
-from packer.sources.voc_splits import Names, Splits, read_splits
+from packer.sources.voc_splits import Names, Splits, has_split_file, read_splits
 from packer.sources.voc_xml import MAX_XML_BYTES, XmlFault, decode_xml, parse_voc, text_codec
 
 
@@ -63,19 +66,21 @@ class VocSource:
         self._options = options
 
     def list(self, report: Report) -> Listing:
-        options = self._options
         tree = walk(self.root, report)
         if not tree.pictures:
             report(Finding("error", "no-pictures", ".", "no picture lies below the root; nothing can be packed"))
         xml = [f for f in tree.others if suffix_of(f.path) == ".xml"]
-        layout = find_layout(tree, xml, options.images, options.annotations)
-        pairs = pair(tree.pictures, xml, layout, self._filename, report)
-        names = Names(tree.pictures, layout)
-        splits = read_splits(self.root, names, layout, tree.others, options.split_file, options.encoding, report)
-        _report_missing(pairs, splits, layout, report)
-        used = _report_unused(tree, pairs, splits, layout, report)
-        items = [_item(f, pairs, splits, report) for f in tree.pictures if below(f.path, layout.images) is not None]
-        notes = [layout.found] if layout.found else []
+        layouts, splits = self._layouts(tree, xml, report)
+        pairs, orphans = Pairs(), set[str]()
+        for layout in layouts:
+            found = pair(tree.pictures, xml, layout, self._filename, report)
+            pairs.add(found)
+            orphans.update(f.path for f in found.orphans.values())
+            _report_missing(found, splits, layout, report)
+        used = _report_unused(tree, orphans, splits, layouts, report)
+        images = [x.images for x in layouts]
+        items = [_item(f, pairs, splits, report) for f in tree.pictures if _inside(f, images)]
+        notes = [layouts[0].found] if layouts[0].found else []
         notes.append(f"splits: from {splits.name}" if splits.name else "splits: the source has none")
         return Listing(
             items,
@@ -88,6 +93,20 @@ class VocSource:
             digest=self._digest(splits.files),
             notes=notes,
         )
+
+    def _layouts(self, tree: Tree, xml: builtins.list[File], report: Report) -> tuple[builtins.list[Layout], Splits]:
+        """One layout, or one for each split folder, and the splits."""
+        options = self._options
+        free = options.images is None and options.annotations is None
+        folders = find_split_folders(tree, xml) if free and options.split_file is None else {}
+        if folders and not has_split_file(["", next(iter(folders)).rpartition("/")[0]], tree.others):
+            return split_layouts(tree, xml, folders, report), splits_of(tree, folders)
+        layout = find_layout(tree, xml, options.images, options.annotations)
+        if free:
+            check_dropped(tree, layout, report)
+        names = Names(tree.pictures, layout)
+        splits = read_splits(self.root, names, layout, tree.others, options.split_file, options.encoding, report)
+        return [layout], splits if splits.name or splits.files else splits_within(tree, layout, report)
 
     def annotate(self, item: Item, report: Report) -> Annotation | None:
         if item.ref is None:
@@ -132,7 +151,8 @@ def _item(file: File, pairs: Pairs, splits: Splits, report: Report) -> Item:
     if splits.name and split is None:
         refused = True
         if file.path not in splits.faulty:
-            report(Finding("skip", "no-split", file.path, f"is in no split: {splits.name} does not list it", sample=file.path))
+            why = "does not list it" if splits.files else "do not hold it"
+            report(Finding("skip", "no-split", file.path, f"is in no split: {splits.name} {why}", sample=file.path))
     stamp = b""
     if xml is not None:
         stamp = hashlib.blake2b(repr((xml.path, xml.num_bytes, xml.mtime_ns)).encode(), digest_size=16).digest()
@@ -156,31 +176,36 @@ def _report_missing(pairs: Pairs, splits: Splits, layout: Layout, report: Report
         report(Finding("skip", "missing-image", row.file, f"line {row.line}: {what}", sample=row.id, line=row.line))
 
 
-def _report_unused(tree: Tree, pairs: Pairs, splits: Splits, layout: Layout, report: Report) -> int:
+def _report_unused(tree: Tree, orphans: set[str], splits: Splits, layouts: list[Layout], report: Report) -> int:
     """Name every file that plays no part; returns how many, besides the pictures, do."""
-    lists = f"{layout.base}/imagesets/" if layout.base else "imagesets/"
-    orphans = {f.path for f in pairs.orphans.values()}
+    images, annotations = [x.images for x in layouts], [x.annotations for x in layouts]
+    lists = tuple(f"{x.base}/imagesets/".lower() if x.base else "imagesets/" for x in layouts)
     used, rest = 0, []
     for file in tree.others:
         suffix = suffix_of(file.path)
-        in_lists = suffix == ".txt" and file.path.lower().startswith(lists.lower())
+        in_lists = suffix == ".txt" and file.path.lower().startswith(lists)
         if file.path in splits.files or in_lists:
             used += 1
         elif suffix != ".xml":
             rest.append(file)
-        elif below(file.path, layout.annotations) is None:
-            _report_outside(file, "annotations", layout.annotations, report)
+        elif not _inside(file, annotations):
+            _report_outside(file, "annotations", annotations, report)
         elif file.path not in orphans:
             used += 1
     for file in tree.pictures:
-        if not file.refused and below(file.path, layout.images) is None:
-            _report_outside(file, "pictures", layout.images, report)
+        if not file.refused and not _inside(file, images):
+            _report_outside(file, "pictures", images, report)
     report_unsupported(rest, report)
     return used
 
 
-def _report_outside(file: File, what: str, folder: str, report: Report) -> None:
-    report(Finding("warning", "unused-file", file.path, f"not packed: {what} are taken from {folder}/ only", sample=file.path))
+def _inside(file: File, folders: list[str]) -> bool:
+    return any(below(file.path, folder) is not None for folder in folders)
+
+
+def _report_outside(file: File, what: str, folders: list[str], report: Report) -> None:
+    folder = ", ".join(f"{f}/" for f in folders)
+    report(Finding("warning", "unused-file", file.path, f"not packed: {what} are taken from {folder} only", sample=file.path))
 
 
 def _place(folder: str, name: str) -> str:

@@ -27,7 +27,7 @@ class Layout:
     @property
     def base(self) -> str:
         """The innermost folder that holds both."""
-        return _common([self.images, self.annotations])
+        return common([self.images, self.annotations])
 
 
 @dataclass(slots=True)
@@ -37,6 +37,11 @@ class Pairs:
     xml: dict[str, File] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     orphans: dict[str, File] = field(default_factory=dict)
+
+    def add(self, other: Pairs) -> None:
+        """Take in the pairs and the refused pictures of another folder. Orphans stay with it: ids hold within a folder."""
+        self.xml |= other.xml
+        self.refused |= other.refused
 
 
 def below(path: str, folder: str) -> str | None:
@@ -131,11 +136,12 @@ def _xml_candidates(xml: list[File]) -> list[str]:
         parent = file.path.rpartition("/")[0]
         tops[parent.partition("/")[0]].append(parent)
     largest = sorted(tops, key=lambda top: (-len(tops[top]), top))[:_MAX_CANDIDATES]
-    everywhere = _common([f.path.rpartition("/")[0] for f in xml])
-    return sorted({everywhere, *(_common(tops[top]) for top in largest)})
+    everywhere = common([f.path.rpartition("/")[0] for f in xml])
+    return sorted({everywhere, *(common(tops[top]) for top in largest)})
 
 
-def _common(folders: list[str]) -> str:
+def common(folders: list[str]) -> str:
+    """The innermost folder that holds all of these, "" for the root."""
     parts = [f.split("/") if f else [] for f in set(folders)]
     first, last = min(parts), max(parts)
     same = 0

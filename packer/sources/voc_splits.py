@@ -110,6 +110,12 @@ def read_splits(
     return _assign(_list_rows(root, lists, names, encoding), names, found, report)
 
 
+def has_split_file(folders: list[str], others: list[File]) -> bool:
+    """Whether `read_splits` would find a file in one of the folders."""
+    have = {f.path for f in others}
+    return any(_join(d, SPLIT_FILE) in have for d in folders) or bool(_lists(folders, others))
+
+
 def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
