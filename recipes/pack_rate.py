@@ -3,7 +3,7 @@
     python recipes/pack_rate.py                                  # 2,000 pictures of 1600x1200, three rounds
     python recipes/pack_rate.py --num 400 --rounds 1 --workers 2
 
-Two workloads, each measured against its loop, round by round in turn, so that a slow minute of the machine hits both:
+Two workloads, each measured against its loop, build and loop by turns, so that a slow minute of the machine hits both:
 
     keep     pack build --image keep                               loop: read, strict decode at 1/8 (`packer.images.check`)
     resize   pack build --resize 640 --mode letterbox --image jpg  loop: read, decode, letterbox, `encode_image` at quality 90
@@ -182,8 +182,8 @@ def measure(source: Path, scratch: Path, workers: int, rounds: int) -> dict[str,
         raise ValueError(f"{source}: {len(tasks)} pictures, expected at least {10 * few} for {workers} workers")
     link_first(source, scratch / "few", few)
     results = {name: Measured(len(tasks), few) for name in WORKLOADS}
-    for number in range(rounds):
-        for name, flags in WORKLOADS.items():
+    for name, flags in WORKLOADS.items():  # one after the other: what one has left to the disk slows the first builds of the next
+        for number in range(rounds):
             m = results[name]
             m.few_s.append(build_seconds(scratch / "few", scratch / "out", flags, workers, Peaks()))
             m.whole_s.append(build_seconds(source, scratch / "out", flags, workers, m.peaks))
