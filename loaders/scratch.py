@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Without the GIL reference counts are split over threads, and `sys.getrefcount` is no proof that nobody else holds an array.
-_COUNTS_ARE_EXACT = not sysconfig.get_config_var("Py_GIL_DISABLED")
+COUNTS_ARE_EXACT = not sysconfig.get_config_var("Py_GIL_DISABLED")
 _MIN_BYTES = 1 << 20
 _MAX_BYTES = 1 << 27
 """Larger memory is not kept."""
@@ -26,7 +26,7 @@ class Scratch:
     def blank(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """A C-contiguous uint8 array of `shape` with arbitrary content, the caller's alone while a view of it lives."""
         num_bytes = math.prod(shape)
-        if num_bytes > _MAX_BYTES or not _COUNTS_ARE_EXACT:
+        if num_bytes > _MAX_BYTES or not COUNTS_ARE_EXACT:
             return np.empty(shape, np.uint8)
         kept: list[NDArray[np.uint8]] = self._local.__dict__.setdefault("kept", [])
         # A view refers to the array that owns the memory. Two references are this list's and the one that the call makes.

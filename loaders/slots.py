@@ -6,7 +6,6 @@ Fresh memory costs a page fault every 4 KiB: filling a new 38 MB batch takes sev
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -16,11 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaders.scratch import COUNTS_ARE_EXACT as _COUNTS_ARE_EXACT
+
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Name -> shape and dtype of one sample's value."""
-
-# Without the GIL reference counts are split over threads, and `sys.getrefcount` is no proof that nobody else holds an array.
-_COUNTS_ARE_EXACT = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 class Slot:

@@ -259,13 +259,21 @@ def close_partial(partial: Path) -> None:
             partial.rmdir()
 
 
-def known_files(manifest: Manifest) -> set[str]:
-    """Path below OUT of every file that belongs to a packed data set."""
-    known = {MANIFEST_NAME, README_NAME, *manifest.files}
+def expected_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
+    """Path below OUT -> (num_bytes, hex SHA-256) of every file that the manifest covers."""
+    files = {path: (entry.num_bytes, entry.sha256) for path, entry in manifest.files.items()}
     for split in manifest.splits.values():
         for shard in split.shards:
-            known |= {shard.path} if shard.files is None else {f"{shard.path}/{name}" for name in shard.files}
-    return known
+            if shard.files is None:
+                files[shard.path] = (shard.num_bytes, str(shard.sha256))
+            else:
+                files |= {f"{shard.path}/{name}": (entry.num_bytes, entry.sha256) for name, entry in shard.files.items()}
+    return files
+
+
+def known_files(manifest: Manifest) -> set[str]:
+    """Path below OUT of every file that belongs to a packed data set."""
+    return {MANIFEST_NAME, README_NAME, *expected_files(manifest)}
 
 
 def remove_data_set(folder: Path) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from loaders.format import README_NAME, SAMPLE_DTYPE, FormatError, Manifest, index_path, open_array, read_manifest
 from packer.card import data_card
-from packer.outdir import close_partial, open_partial, remove_temporary
+from packer.outdir import close_partial, expected_files, open_partial, remove_temporary
 from packer.publish import Heading, move_shards, publish
 from packer.records import PARTIAL_DIR, has_bytes, sync_path, write_file
 from packer.run import Outcome, Plan, Run, heading_of, make_plan, run_plan, source_fingerprint
@@ -89,26 +89,14 @@ def _differences(manifest: Manifest, found: Heading) -> Iterator[str]:
 
 def _damaged(out: Path, manifest: Manifest) -> Iterator[str]:
     """Paths of the manifest's files that are missing or not as it says."""
-    for path, (num_bytes, sha256) in _expected(manifest).items():
+    for path, (num_bytes, sha256) in expected_files(manifest).items():
         if not has_bytes(out / path, num_bytes, sha256):
             yield path
 
 
-def _expected(manifest: Manifest) -> dict[str, tuple[int, str]]:
-    """Path below OUT -> (num_bytes, hex SHA-256) of every file that the manifest covers."""
-    files = {path: (entry.num_bytes, entry.sha256) for path, entry in manifest.files.items()}
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            if shard.files is None:
-                files[shard.path] = (shard.num_bytes, str(shard.sha256))
-            else:
-                files |= {f"{shard.path}/{name}": (entry.num_bytes, entry.sha256) for name, entry in shard.files.items()}
-    return files
-
-
 def _remake(run: Run, plan: Plan, out: Path, manifest: Manifest, damaged: Sequence[str]) -> None:
     """Make the damaged shards again, or all where index or findings are damaged too, and put the same bytes back."""
-    expected = _expected(manifest)
+    expected = expected_files(manifest)
     paths = [path for path in damaged if path in expected]
     for path in paths:
         if (out / path).is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ def digest_chunk(context: Context, chunk: Chunk, tick: Tick) -> NDArray[np.uint8
             digests[i, 1] = np.frombuffer(annotation_digest(annotation), np.uint8)
         data = read_item(context.source.root, item, context.spec.max_file_bytes, _silent)
         if data is not None:
-            digests[i, 0] = np.frombuffer(picture_digest(data), np.uint8)
+            digests[i, 0] = np.frombuffer(picture_digest(len(data), zlib.crc32(data)), np.uint8)
     tick(len(chunk.items))
     return digests
 
