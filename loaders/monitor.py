@@ -1,0 +1,342 @@
+"""`Monitor`: does training wait for data? Wraps any loader, measures every step, says what to change.
+
+    batches = Monitor(BatchLoader(ds, 64))
+    for epoch in range(10):
+        for batch in batches:
+            train(batch)
+        print(batches.summary)
+
+Data time is how long the loop waited for a batch, step time how long it kept one. A device computes behind the host's back: there a wait is
+only lost time when the device had nothing to do meanwhile, so with ``synchronize=True`` each step ends when the device is done. That costs
+the overlap of steps; take it for a measurement, not for a training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loaders.advice import Advice, advise
+from loaders.batches import default_workers
+from loaders.device import map_tensors
+
+SAMPLE_EVERY_S = 1.0
+"""How often processor, memory and device are looked at; they cost more than a clock."""
+
+
+class ScalarWriter(Protocol):
+    """What is used of ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One epoch, or what has run of it. Times in seconds, percentiles 50, 90 and 99 over its steps; None: nobody could tell.
+
+    `data_share` is data time / (data + step time); `first_s` the wait for the first batch; `cpu_share` the processor time of this process
+    and its children per second and usable core; `rss_bytes` the most memory seen of this process; `read_bytes` what it read from storage,
+    not from the page cache; `gpu_share` and `gpu_bytes` are means of what the driver says.
+    """
+
+    epoch: int
+    num_steps: int
+    num_samples: int
+    seconds: float
+    data_s: float
+    step_s: float
+    data_share: float
+    samples_per_s: float
+    first_s: float
+    data_percentiles_s: tuple[float, float, float]
+    step_percentiles_s: tuple[float, float, float]
+    cpu_share: float
+    rss_bytes: int
+    read_bytes: int | None
+    gpu_share: float | None
+    gpu_bytes: int | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"epoch {self.epoch}: {self.num_steps:,} steps, {self.num_samples:,} samples in {self.seconds:.2f} s, "
+            f"{self.samples_per_s:,.0f} samples/s",
+            f"  waiting for data {self.data_share:.1%} ({self.data_s:.2f} s, the first batch {self.first_s:.2f} s)",
+            f"  data ms  {_percentiles(self.data_percentiles_s)}",
+            f"  step ms  {_percentiles(self.step_percentiles_s)}",
+            f"  processor {self.cpu_share:.0%} of {default_workers()} cores, memory {self.rss_bytes / 1e6:,.0f} MB"
+            + ("" if self.read_bytes is None else f", read from storage {self.read_bytes / 1e6:,.0f} MB"),
+        ]
+        if self.gpu_share is not None and self.gpu_bytes is not None:
+            lines.append(f"  device {self.gpu_share:.0%} busy, {self.gpu_bytes / 1e6:,.0f} MB")
+        return "\n".join(lines)
+
+
+def _percentiles(values: tuple[float, float, float]) -> str:
+    return "  ".join(f"p{p} {1000 * value:.2f}" for p, value in zip((50, 90, 99), values, strict=True))
+
+
+class Monitor:
+    """Iterable over the same batches, which measures. Everything else is the loader's: ``len``, `set_epoch`, `state_dict`, `close`, ...
+
+    Args:
+        batches: any loader.
+        warn_share: a `RuntimeWarning` ends an epoch whose data share is above; None: never. The first batch counts.
+        log: a file that gets one JSON object per line: ``{"kind": "steps" | "epoch", ...}``; appended to.
+        log_every: steps per line, and per scalar of `writer`.
+        writer: such as ``torch.utils.tensorboard.SummaryWriter``.
+        synchronize: wait for the device at the end of each step; see above.
+        device: whose load is watched; None: the current CUDA device when CUDA is in use. Needs the package pynvml (nvidia-ml-py).
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        warn_share: float | None = 0.2,
+        log: str | Path | None = None,
+        log_every: int = 100,
+        writer: ScalarWriter | None = None,
+        synchronize: bool = False,
+        device: int | None = None,
+    ) -> None:
+        if log_every < 1:
+            raise ValueError(f"log_every is {log_every}, expected 1 or more")
+        self.batches = batches
+        self.warn_share, self.log_every, self.writer, self.synchronize = warn_share, log_every, writer, synchronize
+        self.log = None if log is None else Path(log)
+        self.device = device
+        self.summary: Summary | None = None
+        """Of the last epoch, also of one that was left early."""
+        self._epoch = 0
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]  # a stream without a length raises TypeError, as it would itself
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":  # not set yet, while unpickled
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        run = _Run(self._epoch, self.device)
+        try:
+            with _Lines(self.log) as lines:
+                yield from self._measured(run, lines)
+        finally:
+            if run.data_s:
+                self.summary = run.summary()
+                self._epoch += 1
+        self._tell()
+
+    def _measured(self, run: _Run, lines: _Lines) -> Iterator[Any]:
+        clock = time.perf_counter
+        iterator = iter(self.batches)
+        done = object()
+        before = clock()
+        while True:
+            batch = next(iterator, done)
+            got = clock()
+            if batch is done:
+                break
+            size = num_samples(batch)
+            yield batch
+            del batch
+            if self.synchronize and torch.cuda.is_available():
+                torch.cuda.synchronize()
+            now = clock()
+            run.add(got - before, now - got, size, now)
+            self._step += 1
+            if self._step % self.log_every == 0:
+                self._note(run, lines)
+            before = now
+        summary = run.summary() if run.data_s else None
+        if summary is not None:
+            lines.write({"kind": "epoch", "step": self._step, **asdict(summary)})
+
+    def _note(self, run: _Run, lines: _Lines) -> None:
+        """The last `log_every` steps: one line, and scalars."""
+        data_s, step_s = sum(run.data_s[-self.log_every :]), sum(run.step_s[-self.log_every :])
+        samples = sum(run.sizes[-self.log_every :])
+        values = {"data_share": data_s / (data_s + step_s), "samples_per_s": samples / (data_s + step_s), "rss_bytes": run.load.rss_bytes}
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(f"loader/{name}", value, self._step)
+        lines.write({"kind": "steps", "epoch": run.epoch, "step": self._step, "data_s": data_s, "step_s": step_s, **values})
+
+    @property
+    def advice(self) -> Advice | None:
+        """What most likely makes the last epoch wait, and the setting to change; None when there is no epoch yet."""
+        return None if self.summary is None else advise(self.summary, self.batches)
+
+    def _tell(self) -> None:
+        summary, advice = self.summary, self.advice
+        if self.warn_share is None or summary is None or advice is None or summary.data_share <= self.warn_share:
+            return
+        warnings.warn(
+            f"training waited for data {summary.data_share:.0%} of epoch {summary.epoch} ({summary.data_s:.1f} of {summary.seconds:.1f} s)."
+            f" Most likely: {advice.cause}. Try: {advice.cure}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class _Run:
+    """The numbers of one epoch."""
+
+    def __init__(self, epoch: int, device: int | None) -> None:
+        self.epoch = epoch
+        self.data_s, self.step_s, self.sizes = array("d"), array("d"), array("q")
+        self.load = _Load(device)
+
+    def add(self, data_s: float, step_s: float, size: int, now: float) -> None:
+        self.data_s.append(data_s)
+        self.step_s.append(step_s)
+        self.sizes.append(size)
+        if now >= self.load.next_look:
+            self.load.look(now)
+
+    def summary(self) -> Summary:
+        data, step = np.asarray(self.data_s), np.asarray(self.step_s)
+        seconds = float(data.sum() + step.sum())
+        return Summary(
+            epoch=self.epoch,
+            num_steps=len(data),
+            num_samples=sum(self.sizes),
+            seconds=seconds,
+            data_s=float(data.sum()),
+            step_s=float(step.sum()),
+            data_share=float(data.sum()) / seconds,
+            samples_per_s=sum(self.sizes) / seconds,
+            first_s=self.data_s[0],
+            data_percentiles_s=_three(data),
+            step_percentiles_s=_three(step),
+            **self.load.total(),
+        )
+
+
+def _three(times: NDArray[np.float64]) -> tuple[float, float, float]:
+    p50, p90, p99 = np.percentile(times, (50, 90, 99)).tolist()
+    return p50, p90, p99
+
+
+class _Load:
+    """Processor, memory, storage and device since it was made."""
+
+    def __init__(self, device: int | None) -> None:
+        self._device = _Device.open(device)
+        self._began = time.perf_counter()
+        self._cpu_s = _cpu_s()
+        self._read = _read_bytes()
+        self._gpu: list[tuple[float, int]] = []
+        self.rss_bytes = 0
+        self.next_look = 0.0
+
+    def look(self, now: float) -> None:
+        self.next_look = now + SAMPLE_EVERY_S
+        self.rss_bytes = max(self.rss_bytes, _rss_bytes())
+        if self._device is not None:
+            self._gpu.append(self._device.read())
+
+    def total(self) -> dict[str, Any]:
+        self.look(time.perf_counter())
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        read = _read_bytes()
+        return {
+            "cpu_share": (_cpu_s() - self._cpu_s) / seconds / default_workers(),
+            "rss_bytes": self.rss_bytes,
+            "read_bytes": None if read is None or self._read is None else read - self._read,
+            "gpu_share": float(np.mean([share for share, _ in self._gpu])) if self._gpu else None,
+            "gpu_bytes": int(np.mean([used for _, used in self._gpu])) if self._gpu else None,
+        }
+
+
+def _cpu_s() -> float:
+    """Processor seconds of this process and its children, running ones included (Linux; elsewhere ended ones only)."""
+    total = sum(os.times()[:4])
+    for path in Path("/proc/self/task").glob("*/children"):  # a child is listed under the thread that started it
+        try:
+            for child in path.read_text().split():
+                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            pass  # it has just ended
+    return total
+
+
+def _rss_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _read_bytes() -> int | None:
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+class _Device:
+    """A CUDA device through pynvml, where both are there."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+
+    @classmethod
+    def open(cls, index: int | None) -> _Device | None:
+        if not torch.cuda.is_available():
+            return None
+        try:
+            import pynvml  # type: ignore[import-not-found]  # optional, and without types
+
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()))
+        except Exception:  # no pynvml, or a driver that tells nothing: the rest is measured all the same
+            return None
+
+    def read(self) -> tuple[float, int]:
+        """Share of the last moments in which a kernel ran, 0 to 1, and bytes in use."""
+        return (
+            self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100,
+            int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used),
+        )
+
+
+class _Lines:
+    """JSON lines appended to a file, one `write` each, so that two processes do not mix them; without a path, nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: IO[str] | None = None if path is None else path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def num_samples(batch: Any) -> int:
+    """Length of the first tensor in a batch; 0 when it has none."""
+    lengths: list[int] = []
+    map_tensors(batch, lambda t: lengths.append(len(t)) if t.ndim else None)
+    return lengths[0] if lengths else 0
