@@ -27,11 +27,19 @@ lint: $(INSTALLED)  ## ruff: rules and format
 types: $(INSTALLED)  ## mypy, strict
 	$(BIN)/mypy packer loaders recipes
 
-bench: $(INSTALLED)  ## packing rate against bare loops of the same calls
-	$(BIN)/python recipes/pack_rate.py
+bench: $(INSTALLED)  ## loading against peers, packing against bare loops: BENCH="--list", "--install", "memmap224 --rounds 3", ...
+	$(BIN)/python recipes/benchmarks/run.py $(BENCH)
+
+robustness: $(INSTALLED)  ## kill and resume, mutations, what users see, each in full with its figure: about ten minutes
+	$(BIN)/python recipes/robustness/kill_and_resume.py
+	$(BIN)/python recipes/robustness/mutations.py
+	$(BIN)/python recipes/robustness/what_users_see.py
+
+fuzz: $(INSTALLED)  ## hostile bytes for every reader, one minute; longer: see README
+	$(BIN)/python recipes/robustness/fuzz.py --seconds 60
 
 clean:  ## remove everything that make made, .venv too
-	rm -rf .venv demo-data build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .bench demo-data fuzz-failures build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -39,4 +47,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench robustness fuzz clean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from loaders.collate import Collate
 from loaders.dataset import to_tensors
+from loaders.epochs import EpochPart
 from loaders.format import Task
-from loaders.sampling import Order, Remainder, batch_indices
 from loaders.slots import Slot, Slots
 
 Batch = dict[str, Any]
@@ -42,7 +42,8 @@ class BatchSource(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, i: int, epoch: int | None = None) -> dict[str, Any]:
-        """One transformed sample: numpy `image` [H, W, C]; `boxes`, `labels`, `difficult` for detection; ints; anything else."""
+        """One transformed sample: numpy `image` [H, W, C]; `boxes`, `labels`, `difficult` for detection; ints; anything else. Where the
+        data set has ``load_many(keys)`` as well, an iterator over `load` of each (i, epoch), that is called."""
         ...
 
     def batch_fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -60,9 +61,13 @@ class BatchSource(Protocol):
         ...
 
 
+BATCH_SOURCE = ("task", "transform", "fingerprint", "__len__", "load", "batch_fields", "gather", "gather_ragged")
+"""The names of `BatchSource`."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """``maker(number)`` makes one rank's batch of an epoch, from `order` alone: any thread, any time, the same batch.
+    """``maker(number)`` makes one rank's batch of an epoch, from `part` alone: any thread, any time, the same batch.
 
     `collate` is one of `loaders.collate`: it never sees the images, which are read into their slot. Any other callable gets a list of whole
     samples, as ``ds[i]`` gives them, and there is no slot.
@@ -70,29 +75,34 @@ class BatchMaker:
 
     ds: BatchSource
     slots: Slots
-    order: Order
-    batch_size: int
-    rank: int
-    world_size: int
-    remainder: Remainder
-    samples_seen: int
+    part: EpochPart
     collate: Collate | Callable[[list[Batch]], Batch]
     batch_transform: Callable[[Batch], Batch] | None
 
     def __call__(self, number: int) -> Batch:
-        indices, valid = batch_indices(self.order, number, self.batch_size, self.rank, self.world_size, self.remainder, self.samples_seen)
-        if not isinstance(self.collate, Collate):
-            batch = self.collate([to_tensors(self.ds.load(i, self.order.epoch)) for i in indices.tolist()])
-        elif self.ds.transform is None:
+        try:
+            return self._made(number)
+        except Exception as e:
+            e.add_note(f"in batch {number} (from 0) of epoch {self.part.order.epoch}, rank {self.part.rank}")
+            raise
+
+    def _made(self, number: int) -> Batch:
+        indices, places, valid = self.part.batch(number)
+        if isinstance(self.collate, Collate) and self.ds.transform is None:
             batch = self._gathered(indices, self.collate)
         else:
-            batch = self._transformed(indices, self.collate)
-        if self.remainder == "pad":
+            # Rows that only pad have the place of the sample that they repeat.
+            keys = list(zip(indices.tolist(), self.part.order.load_epochs(places), strict=True))
+            if isinstance(self.collate, Collate):
+                batch = self._transformed(keys, self.collate)
+            else:
+                batch = self.collate([to_tensors(sample) for sample in self._loaded(keys)])
+        if self.part.remainder == "pad":
             batch["valid"] = torch.from_numpy(valid)
         if self.batch_transform is not None:
             batch = self.batch_transform(batch)
-            if batch is None:
-                raise TypeError("batch_transform returned None, expected the batch")
+            if not isinstance(batch, dict):
+                raise TypeError(f"batch_transform returned {type(batch).__name__}, expected the batch, a dict")
         return {name: _pinned(value) for name, value in batch.items()} if self.slots.pinned else batch
 
     def _gathered(self, indices: NDArray[np.int64], collate: Collate) -> Batch:
@@ -103,17 +113,18 @@ class BatchMaker:
             batch.update(collate.ragged(*self.ds.gather_ragged(used)))
         return batch
 
-    def _transformed(self, indices: NDArray[np.int64], collate: Collate) -> Batch:
+    def _transformed(self, keys: list[tuple[int, int]], collate: Collate) -> Batch:
         slot: Slot | None = None
         others: list[dict[str, Any]] = []
-        for row, index in enumerate(indices.tolist()):
-            if slot is not None and index == indices[row - 1]:  # padding repeats a sample
+        loaded = self._loaded([key for row, key in enumerate(keys) if not row or key != keys[row - 1]])
+        for row, key in enumerate(keys):
+            if slot is not None and key == keys[row - 1]:  # padding repeats a sample
                 slot.arrays["image"][row] = slot.arrays["image"][row - 1]
                 others.append(others[-1])
                 continue
-            sample = self.ds.load(index, self.order.epoch)
+            sample = next(loaded)
             image = _image(sample)
-            slot = slot or self.slots.take({"image": (image.shape, image.dtype)}, len(indices))
+            slot = slot or self.slots.take({"image": (image.shape, image.dtype)}, len(keys))
             if (image.shape, image.dtype) != slot.fields["image"]:
                 shape, dtype = slot.fields["image"]
                 raise ValueError(
@@ -124,6 +135,10 @@ class BatchMaker:
             others.append(to_tensors({name: value for name, value in sample.items() if name != "image"}))
         assert slot is not None  # a batch has at least one sample
         return {**self._lent(slot), **collate(others)}
+
+    def _loaded(self, keys: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        many = getattr(self.ds, "load_many", None)
+        return (self.ds.load(*key) for key in keys) if many is None else many(keys)
 
     def _lent(self, slot: Slot) -> Batch:
         batch: Batch = dict(self.slots.lend(slot))

@@ -1,25 +1,29 @@
 """`BatchLoader`: packed data to batches, by threads, in a fixed order that can be resumed.
 
-What comes when is `loaders.sampling`, what one batch is made of `loaders.assemble`, its memory `loaders.slots`, the threads
-`loaders.engine`. This module ties them together and keeps the position.
+What comes when is `loaders.epochs`, what one batch is made of `loaders.assemble`, its memory `loaders.slots`, the threads
+`loaders.engine`. This module ties them together.
 """
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils.data import IterableDataset, Subset
 
-from loaders.assemble import Batch, BatchMaker, BatchSource
+from loaders.arguments import function, whole
+from loaders.assemble import BATCH_SOURCE, Batch, BatchMaker, BatchSource
+from loaders.batch_transforms import begin_epoch
 from loaders.collate import Collate, collate_list
 from loaders.engine import Ordered
-from loaders.sampling import ORDER_VERSION, STORED_ORDER, Order, Remainder, State, num_batches
+from loaders.epochs import Epochs, rank_and_world
+from loaders.sampling import Remainder
 from loaders.slots import Slots
+from loaders.weighted import Weights
 
 
 class BatchLoader:
@@ -49,10 +53,18 @@ class BatchLoader:
         pin_memory: page-locked memory, for ``.to(device, non_blocking=True)``; None: when CUDA is available.
         rank: 0-based; None: of `torch.distributed`, else 0.
         world_size: None: of `torch.distributed`, else 1.
-        batch_transform: ``batch_transform(batch) -> batch``, called in the threads.
+        weights: draws samples with replacement, ``len(ds)`` draws an epoch: one number of 0 or more per sample, [len(ds)], a sample being
+            drawn in proportion to it; or "balanced", by the classes, see `loaders.weighted.balanced_weights`. A sample that is drawn
+            again is augmented anew. None: each sample comes once.
+        batch_transform: ``batch_transform(batch) -> batch``, called in the threads; its `set_epoch`, where it has one, before each epoch.
+
+    An error comes at its batch and ends the iterator; the loader stays usable: its state is that before the batch, a new iterator begins
+    the epoch again.
 
     Raises:
-        ValueError: an argument is out of range; an epoch has no batch; or the images differ in size and nothing makes them equal.
+        TypeError: an argument is of another kind.
+        ValueError: an argument is out of range; an epoch has no batch; weights are no weights, or given with ``shuffle=False``; or the
+            images differ in size and nothing makes them equal.
     """
 
     def __init__(
@@ -67,44 +79,31 @@ class BatchLoader:
         pin_memory: bool | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        weights: Weights | None = None,
         batch_transform: Callable[[Batch], Batch] | None = None,
     ) -> None:
-        self.ds = ds
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = operator.index(seed)
-        self.remainder: Remainder = remainder
-        self.rank, self.world_size = _rank_and_world(rank, world_size)
-        self.workers = default_workers() if workers is None else workers
+        self.ds = _checked_source(ds)
+        function("collate", collate, "collate(samples) -> dict")
+        function("batch_transform", batch_transform, "batch_transform(batch) -> batch")
+        self.batch_size = whole("batch_size", batch_size)
+        self.rank, self.world_size = rank_and_world(rank, world_size)
+        self._epochs = Epochs(ds, batch_size, shuffle, seed, remainder, self.rank, self.world_size, weights)
+        self.workers = default_workers() if workers is None else whole("workers", workers)
         self.collate = collate_list if collate is None else collate
         self.batch_transform = batch_transform
         if self.workers < 0:
             raise ValueError(f"workers is {workers}, expected 0 or more, or None")
-        self._check_batches()
         self._check_images()
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True needs CUDA, which is not available here; pin_memory=None pins where it is")
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._slots = Slots(keep=2 * self._ahead + 2, pinned=pinned)
-        self._epoch = 0
-        self._start = 0  # samples of the epoch that the running iterator, or the next one, leaves out
-        self._loaded = False  # `_start` comes from a state that no iterator has begun with yet
-        self._seen = 0
         self._closed = False
         self._running: weakref.ref[_Iterator] | None = None
 
     @property
     def _ahead(self) -> int:
         return self.workers + 2
-
-    def _check_batches(self) -> None:
-        count = len(self.ds)
-        if num_batches(count, self.batch_size, self.world_size, self.remainder) == 0:
-            way_out = "take a smaller batch_size, or remainder='pad'" if count else "the data set is empty"
-            raise ValueError(
-                f"no batch in an epoch: {count} samples, batch_size {self.batch_size} x world_size {self.world_size} = "
-                f"{self.batch_size * self.world_size} a step, remainder {self.remainder!r}: {way_out}"
-            )
 
     def _check_images(self) -> None:
         if self.ds.transform is None and isinstance(self.collate, Collate) and "image" not in self.ds.batch_fields():
@@ -113,41 +112,24 @@ class BatchLoader:
                 "that anyway), open the data set with a transform that gives one size, or pass a collate(samples) of your own"
             )
 
+    @property
+    def seed(self) -> int:
+        """Of the order; `load_state_dict` replaces it."""
+        return self._epochs.seed
+
     def __len__(self) -> int:
         """Batches of the current epoch; after `load_state_dict` those that remain of it."""
-        return num_batches(len(self.ds), self.batch_size, self.world_size, self.remainder, self._start)
+        return len(self._epochs)
 
     def __iter__(self) -> _Iterator:
         if self._closed:
             raise RuntimeError("the BatchLoader is closed")
         self._end_running()
-        if not self._loaded:
-            self._start = self._seen = 0
-        self._loaded = False
-        maker = BatchMaker(
-            self.ds,
-            self._slots,
-            Order(len(self.ds), self.seed, self._epoch, self.shuffle),
-            self.batch_size,
-            self.rank,
-            self.world_size,
-            self.remainder,
-            self._start,
-            self.collate,
-            self.batch_transform,
-        )
+        begin_epoch(self.batch_transform, self._epochs.epoch)
+        maker = BatchMaker(self.ds, self._slots, self._epochs.begin(), self.collate, self.batch_transform)
         iterator = _Iterator(self, Ordered(maker, len(self), self.workers, self._ahead))
         self._running = weakref.ref(iterator)
         return iterator
-
-    def _received(self) -> None:
-        """Count a batch that the consumer is about to get."""
-        self._seen = min(self._seen + self.batch_size * self.world_size, len(self.ds))
-        if num_batches(len(self.ds), self.batch_size, self.world_size, self.remainder, self._seen) == 0:
-            self._next_epoch()
-
-    def _next_epoch(self) -> None:
-        self._epoch, self._start, self._seen = self._epoch + 1, 0, 0
 
     def _end_running(self) -> None:
         iterator = self._running() if self._running is not None else None
@@ -157,32 +139,21 @@ class BatchLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch (0-based). The current epoch keeps its position: safe to call after `load_state_dict`."""
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}, expected 0 or more")
-        if epoch != self._epoch:
+        if self._epochs.set_epoch(epoch):
             self._end_running()
-            self._epoch, self._start, self._seen, self._loaded = operator.index(epoch), 0, 0, False
-
-    def _state(self) -> State:
-        version = ORDER_VERSION if self.shuffle else STORED_ORDER
-        return State(version, self.ds.fingerprint, len(self.ds), self.seed, self._epoch, self._seen)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were received (not those made ahead). Equal on all ranks; plain ints and a string."""
-        return self._state().to_dict()
+        return self._epochs.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called; batch size, ranks and workers may differ. The state's seed replaces this loader's.
 
         Raises:
-            ValueError: it is no state, or of another data set or order; nothing was changed.
+            ValueError: it is no state, or of another data set, order or weights; nothing was changed.
         """
-        loaded = State.from_dict(state)
-        loaded.check_same_data(self._state())
+        self._epochs.load(state)
         self._end_running()
-        self.seed, self._epoch = loaded.seed, loaded.epoch
-        self._start = self._seen = loaded.samples_seen
-        self._loaded = True
 
     def close(self) -> None:
         """End the threads and free the memory kept for reuse. Batches that are held stay valid."""
@@ -221,11 +192,11 @@ class _Iterator:
                 "time; make a second BatchLoader for a second one)"
             )
         if len(self._batches) == 0:
-            self._finish()  # a resumed epoch may have no batch left
-            self._loader._next_epoch()
+            self._loader._epochs.next_epoch()  # a resumed epoch may have no batch left
+            self._finish()
             raise StopIteration
         batch = next(self._batches)
-        self._loader._received()
+        self._loader._epochs.received()
         if len(self._batches) == 0:
             self._finish()
         return batch
@@ -233,10 +204,25 @@ class _Iterator:
     def _finish(self) -> None:
         self._finished = True
         self._loader._running = None
+        report = getattr(self._loader.ds, "report_replaced", None)
+        if report is not None:
+            report()
 
     def close(self) -> None:
         """End the threads."""
         self._batches.close()
+
+
+def _checked_source(ds: Any) -> BatchSource:
+    lacking = [name for name in BATCH_SOURCE if not hasattr(ds, name)]
+    if not lacking:
+        return cast("BatchSource", ds)
+    kind = type(ds).__name__
+    if isinstance(ds, IterableDataset):
+        raise TypeError(f"ds is a {kind}, which gives samples in sequence: use torch's DataLoader, or ShardDataset or MemmapDataset here")
+    if isinstance(ds, Subset):
+        raise TypeError("ds is a torch Subset, which reads sample by sample: use ds.select(indices) of the packed data set instead")
+    raise TypeError(f"ds is a {kind}, expected ShardDataset, MemmapDataset or another BatchSource (it has no {', '.join(lacking)})")
 
 
 def default_workers() -> int:
@@ -246,16 +232,3 @@ def default_workers() -> int:
     if not ranks.isdecimal() or int(ranks) < 1:
         raise ValueError(f"the environment variable LOCAL_WORLD_SIZE is {ranks!r}, expected a number of 1 or more; or give workers")
     return max(1, cores // int(ranks))
-
-
-def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if (rank is None) != (world_size is None) and not distributed:
-        raise ValueError(f"rank is {rank} and world_size {world_size}: give both or neither, else every process takes the same samples")
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if distributed else 1
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank} of world_size {world_size}, expected 0 to world_size - 1")
-    return rank, world_size

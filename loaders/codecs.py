@@ -101,7 +101,11 @@ def decode_image(data: bytes | memoryview, part: ImagePart, out: NDArray[np.uint
     try:
         if part == "jpg":
             return _decode_jpeg(data, out)
+        if part == "png":
+            _check_chunks(data)
         image = cv2.imdecode(np.frombuffer(data, np.uint8), _READ_FLAGS)
+    except MemoryError:  # a fault of the machine, not of the data
+        raise
     except Exception as e:  # decoders raise whatever they like; all of it is about these bytes
         raise DecodeError(f"{part} of {len(data)} bytes: {e or type(e).__name__}") from None
     if image is None:
@@ -112,6 +116,15 @@ def decode_image(data: bytes | memoryview, part: ImagePart, out: NDArray[np.uint
         np.copyto(out, image)
         return out
     return cast("NDArray[np.uint8]", image)
+
+
+def _check_chunks(data: bytes | memoryview) -> None:
+    """OpenCV makes room for a chunk of the 4 GB that its header may claim before it looks whether they are there."""
+    pos = 8
+    while pos + 8 <= len(data):
+        pos += 12 + int.from_bytes(data[pos : pos + 4], "big")
+    if pos > len(data):
+        raise ValueError(f"is cut short: a chunk ends at byte {pos}")
 
 
 def _decode_jpeg(data: bytes | memoryview, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:

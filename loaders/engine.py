@@ -9,21 +9,26 @@ finalised while they run, and that stops them.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Generic, NoReturn, TypeVar
 
 import cv2
 import torch
 
+from loaders.handles import ForkAware
+
 T = TypeVar("T")
 
 WATCH_S = 1.0
 """A waiting consumer looks this often whether the thread that it waits for still lives."""
+_AGAIN_S = 0.05
 JOIN_S = 5.0
 """Longest wait for the threads to end their current items when an `Ordered` is closed; after it they end by themselves."""
 
@@ -36,7 +41,7 @@ class _Failure:
 
 
 class _Shared(Generic[T]):
-    """What producers and consumer share. Every attribute is changed under `lock` only."""
+    """What producers and consumer share. Every attribute but `stopped` is changed under `lock` only."""
 
     def __init__(self, make: Callable[[int], T], total: int, ahead: int) -> None:
         self.make, self.total, self.ahead = make, total, ahead
@@ -55,20 +60,24 @@ class _Shared(Generic[T]):
         """The next item to make, once it may be begun; None when there is no more to do."""
         with self.lock:
             while not self.stopped and self.next < self.total and self.next >= self.consumed + self.ahead:
-                self.space.wait()  # ends by `consume` or `stop`; the finaliser of an abandoned consumer calls `stop`
+                # Ends by `consume` or `stop`; the finaliser of an abandoned consumer calls `stop`. The bound is for an interrupt that
+                # came in the middle of a notification.
+                self.space.wait(WATCH_S)
             if self.stopped or self.next >= self.total:
                 return None
+            # In this order: wherever this thread dies, the item has a maker by which `_watch` can tell, or is still to be claimed.
+            number = self.next
+            self.makers[number] = threading.current_thread()
             self.next += 1
-            self.makers[self.next - 1] = threading.current_thread()
-            return self.next - 1
+            return number
 
     def put(self, number: int, item: T | _Failure) -> None:
         with self.lock:
-            self.makers.pop(number, None)
             if not self.stopped:
                 self.made[number] = item
                 if number == self.consumed:
                     self.ready.notify()
+            self.makers.pop(number, None)  # last: an item that is not there has a maker
 
     def consume(self) -> T | _Failure:
         with self.lock:
@@ -92,8 +101,8 @@ class _Shared(Generic[T]):
             raise RuntimeError(f"no producer thread is alive to make item {number}")
 
     def stop(self) -> None:
+        self.stopped = True  # before the lock: it holds even where an interrupt ends the rest
         with self.lock:
-            self.stopped = True
             self.made.clear()
             self.makers.clear()
             self.threads = []  # breaks the cycle with the threads: the data set is freed without waiting for the garbage collector
@@ -144,7 +153,7 @@ class Ordered(Generic[T]):
         self._inline = workers == 0
         shared.threads = [_Producer(shared, i) for i in range(min(workers, total))]
         _quiet_opencv.enter()
-        self._finalizer = weakref.finalize(self, _end, shared, self._pid)
+        self._finalizer = weakref.finalize(self, _end_unasked, shared, self._pid)
         if shared.threads:
             try:
                 _start(shared.threads)
@@ -169,7 +178,8 @@ class Ordered(Generic[T]):
         if not self._finalizer.alive:
             raise RuntimeError("the iterator was closed, or ended by an error")
         if self._inline:
-            item = _attempt(shared.make, shared.consumed)
+            with _one_thread():
+                item = _attempt(shared.make, shared.consumed)
             shared.consumed += 1
         else:
             try:
@@ -192,7 +202,20 @@ class Ordered(Generic[T]):
 
     def close(self) -> None:
         """End the threads and wait for them, at most `JOIN_S`. Safe to call again, and in a forked child."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            _end(self._shared, self._pid)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The caller's thread without torch's intra-op threads: a batch is small work, for which they cost more than they do, and in a forked
+    child they hang (GNU OpenMP)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -207,11 +230,16 @@ def _start(threads: list[_Producer[T]]) -> None:
     `torch.set_num_threads` sets the calling thread's own number, and the default that later threads take. So each producer sets its own,
     and when all have, a thread made for it sets the default back; the caller's own number is never touched.
     """
-    with _starting:
+    with _starting.lock:
         torch.get_num_threads()  # the caller takes its number before the default changes
         try:
             for thread in threads:
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as e:  # Python's message names neither cause nor cure
+                    raise RuntimeError(
+                        f"{thread.name}: the system starts no more threads ({e}): give fewer workers, or raise the limit (`ulimit -u`)"
+                    ) from None
                 if thread is threads[0]:
                     _prepared(thread)  # before the others start: it saw the default that nobody changed
             for thread in threads[1:]:
@@ -219,8 +247,11 @@ def _start(threads: list[_Producer[T]]) -> None:
         finally:
             if threads[0].default_threads:
                 restorer = threading.Thread(target=torch.set_num_threads, args=(threads[0].default_threads,), daemon=True)
-                restorer.start()
-                restorer.join()
+                try:
+                    restorer.start()
+                    restorer.join()
+                except RuntimeError:  # no more threads: then the caller takes the default too, mostly the number that it had
+                    torch.set_num_threads(threads[0].default_threads)
 
 
 def _prepared(thread: _Producer[T]) -> None:
@@ -229,7 +260,7 @@ def _prepared(thread: _Producer[T]) -> None:
             raise RuntimeError(f"the thread {thread.name} died while it started")
 
 
-_starting = threading.Lock()
+_starting = ForkAware()
 
 
 def _end(shared: _Shared[T], pid: int) -> None:
@@ -247,23 +278,40 @@ def _end(shared: _Shared[T], pid: int) -> None:
         _quiet_opencv.leave()
 
 
-class _QuietOpenCV:
+def _end_unasked(shared: _Shared[T], pid: int) -> None:
+    """`_end` from the garbage collector or at exit, where Python swallows exceptions: Ctrl-C is raised again when that is over."""
+    try:
+        _end(shared, pid)
+    except KeyboardInterrupt:
+        again = threading.Timer(_AGAIN_S, _thread.interrupt_main)
+        again.daemon = True
+        with contextlib.suppress(RuntimeError):  # at exit there are no more threads, nor anything to interrupt
+            again.start()
+
+
+class _QuietOpenCV(ForkAware):
     """Keeps OpenCV's own thread pool off while any `Ordered` is open; its size is one number for the whole process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        super().__init__()
         self._open = 0
         self._before = 0
 
+    def after_fork(self) -> None:
+        super().after_fork()
+        if self._open:  # those iterators end with the parent, and not here
+            self._open = 0
+            cv2.setNumThreads(self._before)
+
     def enter(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._open == 0:
                 self._before = cv2.getNumThreads()
                 cv2.setNumThreads(0)
             self._open += 1
 
     def leave(self) -> None:
-        with self._lock:
+        with self.lock:
             self._open -= 1
             if self._open == 0:
                 cv2.setNumThreads(self._before)

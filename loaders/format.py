@@ -50,15 +50,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from loaders.npy import FormatError as FormatError
+from loaders.npy import open_array as open_array
 
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST_NAME = "manifest.json"
@@ -67,6 +68,9 @@ README_NAME = "README.md"
 INDEX_DIR = "index"
 IMAGE_PARTS = ("jpg", "png", "webp")
 MAX_MANIFEST_BYTES = 1 << 28
+MAX_MANIFEST_VALUES = 1 << 22
+"""Above it reading takes gigabytes. A shard has about 7 values in the tar layout, 40 in the memmap layout."""
+_MAX_PROBLEMS = 1000
 
 Layout = Literal["tar", "memmap"]
 Task = Literal["classification", "detection", "unlabelled"]
@@ -87,10 +91,6 @@ SAMPLE_DTYPE = np.dtype(
         ("num_boxes", "<u4"),
     ]
 )
-
-
-class FormatError(ValueError):
-    """Packed data is not as this specification says. The message names the file, what was found and what was expected."""
 
 
 def canonical_json(value: Any) -> str:
@@ -141,6 +141,8 @@ class ShardEntry(_Strict):
     def _one_kind(self) -> ShardEntry:
         if (self.sha256 is None) == (self.files is None):
             raise ValueError("a shard has either sha256 (tar) or files (memmap)")
+        if self.files is not None and self.num_bytes != (total := sum(file.num_bytes for file in self.files.values())):
+            raise ValueError(f"num_bytes of shard {self.path} is {self.num_bytes}, its files hold {total}")
         return self
 
 
@@ -215,7 +217,7 @@ def read_manifest(root: Path) -> Manifest:
     path = root / MANIFEST_NAME
     text = _manifest_bytes(root, path)
     try:
-        raw = json.loads(text)
+        raw = json.loads(text, parse_constant=_no_constant)
         said = raw.pop("self_sha256", None) if isinstance(raw, dict) else None
         expected = hashlib.sha256(canonical_json(raw).encode()).hexdigest()
         changed = not isinstance(raw, dict) or text != canonical_json({**raw, "self_sha256": expected})
@@ -224,11 +226,13 @@ def read_manifest(root: Path) -> Manifest:
     if not isinstance(raw, dict):
         raise FormatError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     version = raw.get("format_version")
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION or isinstance(version, bool):  # True equals 1
         raise FormatError(f"{path}: format_version is {version!r:.100}, this release reads version {FORMAT_VERSION}")
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as e:
+        if e.error_count() > _MAX_PROBLEMS:  # to list them would take a gigabyte a million
+            raise FormatError(f"{path}: {e.error_count()} wrong values: this is no manifest of a packed data set") from None
         problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'manifest'}: {p['msg']}"[:300] for p in e.errors()[:10])
         raise FormatError(f"{path}: {problems}") from None
     if changed:
@@ -236,19 +240,31 @@ def read_manifest(root: Path) -> Manifest:
     return manifest
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def _manifest_bytes(root: Path, path: Path) -> str:
     try:
         if not path.is_file():  # nor a pipe, which would never end
-            hint = "no such folder" if not root.is_dir() else "the folder holds no finished packed data set (an interrupted build has none)"
-            raise FormatError(f"{path}: not found: {hint}")
+            raise FormatError(f"{path}: not found: {_why_no_manifest(root)}")
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
             raise FormatError(f"{path}: {size} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")
-        return path.read_bytes().decode()
+        text = path.read_bytes().decode()
+        if (count := sum(map(text.count, ",[{"))) > MAX_MANIFEST_VALUES:
+            raise FormatError(f"{path}: {count} values, a manifest has at most {MAX_MANIFEST_VALUES}")
+        return text
     except OSError as e:
         raise FormatError(f"{path}: cannot be read: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise FormatError(f"{path}: is not JSON in UTF-8: {e}") from None
+
+
+def _why_no_manifest(root: Path) -> str:
+    if root.is_dir():
+        return "the folder holds no finished packed data set (an interrupted build has none); a raw one is packed by `pack build SRC OUT`"
+    return "it is a file, expected the folder of a packed data set" if root.exists() else "no such folder"
 
 
 @dataclass(slots=True)
@@ -287,36 +303,6 @@ def index_path(split: str, name: str) -> str:
 def shard_path(split: str, number: int, layout: Layout) -> str:
     """Path of a shard below the data set's folder."""
     return f"{split}/shard-{number:06d}" + (".tar" if layout == "tar" else "")
-
-
-def open_array(path: Path, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-    """Map one NPY file for reading, in O(1) (an empty array is returned as it is: nothing can be mapped).
-
-    Raises:
-        FormatError: missing, no NPY file, cut short, or of another dtype.
-    """
-    if not path.is_file():  # nor a pipe, which would never end
-        raise FormatError(f"{path}: not found")
-    try:
-        array = _map_array(path)
-    except Exception as e:  # a damaged header may make NumPy raise anything; all of it is about this file
-        raise FormatError(f"{path}: is no complete NPY file: {e or type(e).__name__}") from None
-    if dtype is not None and array.dtype != dtype:
-        raise FormatError(f"{path}: dtype is {array.dtype}, expected {dtype}")
-    return array
-
-
-def _map_array(path: Path) -> NDArray[Any]:
-    with path.open("rb") as f:
-        version = np.lib.format.read_magic(f)
-        if version != (1, 0):
-            raise ValueError(f"NPY version is {version}, expected (1, 0)")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(f)
-        if fortran or dtype.hasobject or math.prod(shape) * dtype.itemsize != os.fstat(f.fileno()).st_size - f.tell():
-            raise ValueError(f"header says {dtype} {list(shape)}{' in Fortran order' if fortran else ''}, which the bytes are not")
-        if not math.prod(shape):
-            return np.zeros(shape, dtype)
-        return np.memmap(f, dtype, "r", f.tell(), shape)
 
 
 def open_index(root: Path, manifest: Manifest, split: str) -> Index:

@@ -1,19 +1,30 @@
-"""Open shards, kept per process and bounded in number."""
+"""Open shards, kept per process and bounded in number; files that change under their reader; locks that survive fork()."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import resource
+import stat
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 
 _MAX_VIEWS = 1024  # IOV_MAX of Linux and macOS
 _CAN_ADVISE = hasattr(os, "posix_fadvise")  # not on macOS
+
+
+_TRIES = 4  # other threads may take what was let go
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def max_open_shards() -> int:
@@ -22,55 +33,109 @@ def max_open_shards() -> int:
     return 512 if soft == resource.RLIM_INFINITY else max(16, min(512, soft // 4))
 
 
-class ProcessCache(Generic[T]):
+def is_shortage(error: OSError) -> bool:
+    """Whether the process lacks files or memory, so that the error says nothing about the data."""
+    return error.errno in _SHORTAGES
+
+
+def shortage(error: OSError, path: Path) -> OSError:
+    """The same error, with the way out. It has one argument, so that it crosses process borders unchanged."""
+    return OSError(
+        f"{path}: cannot be opened: {error.strerror}. The data may be sound: raise the limit of open files (`ulimit -n`), or open fewer "
+        "data sets, with fewer workers, at a time"
+    )
+
+
+class ForkAware:
+    """Has a `lock` that is new in a forked child: another thread of the parent may have held it, which no child has to let go."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        _fork_aware.add(self)
+
+    def after_fork(self) -> None:
+        """Called in a forked child, before it does anything else."""
+        self.lock = threading.RLock()
+
+
+_fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for each in list(_fork_aware):
+        each.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class ProcessCache(ForkAware, Generic[T]):
     """The most recently used values, made when first asked for. A forked child starts with an empty one.
 
     An evicted value lives on while a reader holds it: a file closes itself when the last reference goes.
     """
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self._limit = limit
-        self._pid = os.getpid()
         self._items: OrderedDict[Hashable, T] = OrderedDict()
-        self._lock = threading.Lock()
 
-    @property
-    def lock(self) -> threading.Lock:
-        """This process's lock. Another thread may have held the parent's at the time of a fork: a child must never wait for that one."""
-        if self._pid != os.getpid():
-            self._lock, self._items, self._pid = threading.Lock(), OrderedDict(), os.getpid()
-        return self._lock
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._items = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value kept under `key`, or ``make()``, which is then kept."""
+        """The value kept under `key`, or ``make()``, which is then kept. Where `make` lacks files or memory, all caches are emptied."""
         with self.lock:
             if key in self._items:
                 self._items.move_to_end(key)
                 return self._items[key]
-        made = make()  # not under the lock: opening a file on a network drive may take long
+        made = _made(make)  # not under the lock: opening a file on a network drive may take long
         with self.lock:
             value = self._items.setdefault(key, made)
             while len(self._items) > self._limit:
                 self._items.popitem(last=False)
         return value
 
+    def clear(self) -> None:
+        with self.lock:
+            self._items.clear()
+
     def __len__(self) -> int:
         with self.lock:
             return len(self._items)
 
 
+def _made(make: Callable[[], T]) -> T:
+    for _ in range(_TRIES - 1):
+        try:
+            return make()
+        except OSError as e:
+            if not is_shortage(e):
+                raise
+        for each in list(_fork_aware):
+            if isinstance(each, ProcessCache):
+                each.clear()
+    return make()
+
+
 class OpenFile:
-    """A file open for `os.preadv`; closed with its last reference.
+    """A regular file open for `os.preadv`; closed with its last reference. `size`: its bytes when it was opened.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is no regular file.
     """
 
-    __slots__ = ("fd",)
+    __slots__ = ("fd", "size")
 
     def __init__(self, path: Path) -> None:
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer for ever
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        self.size = status.st_size
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -97,3 +162,32 @@ class OpenFile:
         """Let the operating system begin to read these bytes, where it can be told."""
         if _CAN_ADVISE:
             os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+
+class MapWatch:
+    """Notices when a mapped file gets shorter or longer: the operating system ends a process that touches pages which are gone (SIGBUS).
+
+    Args:
+        maps: path and mapped array of each file; arrays that are no maps are left out.
+    """
+
+    __slots__ = ("_files",)
+
+    def __init__(self, maps: list[tuple[Path, NDArray[Any]]]) -> None:
+        found = [(path, _map_below(array)) for path, array in maps]
+        self._files = [(path, file, file.size()) for path, file in found if file is not None]
+
+    def changed(self) -> str | None:
+        """What is said about the first file whose size is another than when it was mapped; None where all are as they were."""
+        for path, file, size in self._files:
+            now = file.size()
+            if now != size:
+                return f"{path}: has {now} bytes, and had {size} when it was opened: it was changed while in use"
+        return None
+
+
+def _map_below(array: NDArray[Any]) -> mmap.mmap | None:
+    below: object = array
+    while isinstance(below, np.ndarray):
+        below = below.base
+    return below if isinstance(below, mmap.mmap) else None

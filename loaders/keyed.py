@@ -31,7 +31,7 @@ def rekey(bits: np.random.Philox, seed: int, epoch: int, index: int) -> None:
 
 
 class KeyedRandom:
-    """Lends one `numpy.random.Generator` per thread, re-keyed for each use: making a new one costs several times as much."""
+    """Lends a thread's `numpy.random.Generator`s, re-keyed for each use: making a new one costs several times as much."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -42,14 +42,13 @@ class KeyedRandom:
     @contextmanager
     def generator(self, seed: int, epoch: int, index: int) -> Iterator[np.random.Generator]:
         """A generator at the start of the stream of (seed, epoch, index), until the block ends."""
-        # Taken out while in use: a transform that loads other samples (mosaic, mixup) gets here again in the same thread.
-        generator: np.random.Generator | None = self._local.__dict__.pop("generator", None)
-        if generator is None:
-            generator = np.random.Generator(np.random.Philox(key=0))
+        # Taken out while in use: several are under way at a time, and a transform that loads other samples (mosaic, mixup) gets here too.
+        idle: list[np.random.Generator] = self._local.__dict__.setdefault("idle", [])
+        generator = idle.pop() if idle else np.random.Generator(np.random.Philox(key=0))
         bits = generator.bit_generator
         assert isinstance(bits, np.random.Philox)
         rekey(bits, seed, epoch, index)
         try:
             yield generator
         finally:
-            self._local.generator = generator
+            idle.append(generator)

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaders.dataset import OnError, PackedDataset
+from loaders.dataset import PackedDataset
+from loaders.faults import OnError
 from loaders.format import FormatError, Layout, open_array
+from loaders.handles import MapWatch, is_shortage, shortage
+from loaders.npy import map_array
 from loaders.regions import Region, Size, Transform, View
-
-_META_FILES = ("affine.npy", "original_size.npy", "source.npy")
 
 
 class _Images(NamedTuple):
@@ -23,6 +24,20 @@ class _Images(NamedTuple):
 
     array: NDArray[Any]
     rows: torch.Tensor
+    watch: MapWatch
+
+
+class _Meta(NamedTuple):
+    """Per sample: affine float64 [N, 4], original size (h, w) int32 [N, 2], source as bytes [N]."""
+
+    affine: NDArray[Any]
+    original_size: NDArray[Any]
+    source: NDArray[Any]
+    watch: MapWatch
+
+
+class _BadShard(Exception):
+    """A file of a shard cannot be used; the message says which, and why."""
 
 
 class MemmapDataset(PackedDataset):
@@ -33,8 +48,10 @@ class MemmapDataset(PackedDataset):
     read of the same sample in this process sees the change, for as long as its shard stays open: clone before changing in place.
     A `transform` gets a copy and may change it freely.
 
-    A shard's size is compared with the manifest when it is opened. A file that is cut short *after* that cannot be noticed in time: the
-    operating system ends a process that touches the missing pages (SIGBUS). Never overwrite packed data in place while it is in use.
+    A shard's size is compared with the manifest when it is opened, and again before each sample and each batch is read: a file that was
+    cut short is a `SampleError`. Not if it is cut *while* it is read, or before a sample's view of the map is used: the operating system
+    then ends the process (SIGBUS). Never overwrite packed data in place while it is in use; a file that is deleted, or replaced by a
+    rename, does no harm.
 
     Raises:
         ValueError: `check_crc` is set: this layout keeps no checksum per sample (`pack verify` compares whole files).
@@ -56,31 +73,41 @@ class MemmapDataset(PackedDataset):
         super().__init__(root, split, transform, seed, on_error)
 
     def _images(self, shard: int) -> _Images:
-        """Raises FormatError where the shard cannot be mapped."""
-        images: _Images = self._shards.get(shard, lambda: self._open_images(shard))
+        """Raises _BadShard where the shard cannot be mapped, or was cut short since."""
+        try:
+            images = self._open_shard(shard, lambda: self._open_images(shard))
+        except OSError as e:
+            raise shortage(e, self._index.shard_path(shard)) from None
+        if (changed := images.watch.changed()) is not None:
+            raise _BadShard(changed)
         return images
 
     def _open_images(self, shard: int) -> _Images:
         path = self._index.shard_path(shard) / "image.npy"
         try:
             size = path.stat().st_size
-            if size != self._index.image_bytes[shard]:
-                raise FormatError(f"{path}: {size} bytes, the manifest says {self._index.image_bytes[shard]}: it was cut short or replaced")
-            array = np.asarray(np.load(path, mmap_mode="c", allow_pickle=False))
+            if size != self._index.shard_bytes[shard]:
+                raise _BadShard(f"{path}: {size} bytes, the manifest says {self._index.shard_bytes[shard]}: it was cut short or replaced")
+            array = np.asarray(map_array(path, "c"))
         except FileNotFoundError:
-            raise FormatError(f"{path}: not found") from None
-        except (OSError, ValueError, SyntaxError, OverflowError) as e:
-            raise e if isinstance(e, FormatError) else FormatError(f"{path}: cannot be mapped: {e}") from None
+            raise _BadShard(f"{path}: not found") from None
+        except OSError as e:
+            if is_shortage(e):
+                raise
+            raise _BadShard(f"{path}: cannot be mapped: {e}") from None
+        except ValueError as e:
+            raise _BadShard(f"{path}: cannot be mapped: {e}") from None
         count = len(self._index.shard_range(shard))
         if array.ndim != 4 or array.shape[0] != count or array.shape[3] != 3 or array.dtype not in (np.uint8, np.float16, np.float32):
-            raise FormatError(f"{path}: {array.dtype} {array.shape}, expected uint8, float16 or float32 ({count}, height, width, 3)")
-        return _Images(array, torch.from_numpy(array.reshape(count, math.prod(array.shape[1:]))))
+            raise _BadShard(f"{path}: {array.dtype} {array.shape}, expected uint8, float16 or float32 ({count}, height, width, 3)")
+        rows = torch.from_numpy(array.reshape(count, math.prod(array.shape[1:])))
+        return _Images(array, rows, MapWatch([(path, array)]))
 
     def _read_image(self, position: int) -> NDArray[Any]:
         shard = self._index.shard_of(position)
         try:
             image: NDArray[Any] = self._images(shard).array[position - self._index.shard_range(shard).start]
-        except FormatError as e:
+        except _BadShard as e:
             raise self._error(position, e) from None
         return image
 
@@ -106,7 +133,7 @@ class MemmapDataset(PackedDataset):
             shard = int(shards[first])
             try:
                 images = self._images(shard)
-            except FormatError:
+            except _BadShard:
                 for j in range(first, last):
                     used[j], image = self._with_replacement(int(used[j]), lambda i: self._read_image(self._index.position(i)))
                     out[j] = image
@@ -121,20 +148,27 @@ class MemmapDataset(PackedDataset):
         shard = self._index.shard_of(position)
         row = position - self._index.shard_range(shard).start
         try:
-            affine, size, source = self._shards.get((shard, "meta"), lambda: self._open_meta(shard))
+            meta = self._open_shard((shard, "meta"), lambda: self._open_meta(shard))
+            if (changed := meta.watch.changed()) is not None:
+                raise _BadShard(changed)
             return {
-                "source": bytes(source[row]).decode(),
-                "affine": tuple(float(v) for v in affine[row]),
-                "original_size": (int(size[row, 0]), int(size[row, 1])),
+                "source": bytes(meta.source[row]).decode(),
+                "affine": tuple(float(v) for v in meta.affine[row]),
+                "original_size": (int(meta.original_size[row, 0]), int(meta.original_size[row, 1])),
             }
-        except (FormatError, UnicodeDecodeError) as e:
+        except (_BadShard, UnicodeDecodeError) as e:
             raise self._sample_error(position, "unknown", e) from None
 
-    def _open_meta(self, shard: int) -> tuple[NDArray[Any], ...]:
+    def _open_meta(self, shard: int) -> _Meta:
         folder = self._index.shard_path(shard)
         count = len(self._index.shard_range(shard))
-        arrays = tuple(np.asarray(open_array(folder / name)) for name in _META_FILES)
-        for name, array, shape in zip(_META_FILES, arrays, ((count, 4), (count, 2), (count,)), strict=True):
+        paths = [folder / name for name in ("affine.npy", "original_size.npy", "source.npy")]
+        try:
+            arrays = [np.asarray(open_array(path)) for path in paths]
+        except FormatError as e:
+            raise _BadShard(str(e)) from None
+        for path, array, shape in zip(paths, arrays, ((count, 4), (count, 2), (count,)), strict=True):
             if array.shape != shape:
-                raise FormatError(f"{folder / name}: shape {array.shape}, expected {shape}")
-        return arrays
+                raise _BadShard(f"{path}: shape {array.shape}, expected {shape}")
+        affine, size, source = arrays
+        return _Meta(affine, size, source, MapWatch(list(zip(paths, arrays, strict=True))))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from loaders.advice import Advice, advise
 from loaders.batches import default_workers
-from loaders.device import map_tensors
+from loaders.prefetch import map_tensors
 
 SAMPLE_EVERY_S = 1.0
 """How often processor, memory and device are looked at; they cost more than a clock."""
@@ -141,9 +141,9 @@ class Monitor:
 
     def _measured(self, run: _Run, lines: _Lines) -> Iterator[Any]:
         clock = time.perf_counter
-        iterator = iter(self.batches)
-        done = object()
         before = clock()
+        iterator = iter(self.batches)  # counts as waiting: a DataLoader starts its workers here
+        done = object()
         while True:
             batch = next(iterator, done)
             got = clock()

@@ -2,7 +2,7 @@
 
     permutation(n, seed, *labels)     a shuffle that is the same on every platform and NumPy release
     Order(n, seed, epoch)[a:b]        samples a..b of an epoch, without computing the rest of it
-    num_batches, batch_indices        how an epoch is cut into batches and split over ranks
+    num_batches, batch_rows           how an epoch is cut into batches and split over ranks
     State                             where in which epoch training stands
     shuffle_quality                   how well an order mixes
 
@@ -11,7 +11,7 @@ time (a window) are mixed. Reads stay close to sequential, and on data shuffled 
 A set of fewer than 256 blocks is one window: a full shuffle.
 
 Global batch b of an epoch is ``order[b*G:(b+1)*G]`` with G = batch size x world size; rank r takes the r-th part of it, sorted by stored
-position. The number of workers has no part in any of this.
+position. The number of workers has no part in any of this. Drawing by weights is `loaders.weighted`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from numpy.typing import NDArray
 ORDER_VERSION = 1
 STORED_ORDER = 0
 """`State.order_version` of a loader that does not shuffle. `ORDER_VERSION` is raised when a seed gives another shuffle than before."""
+
+WEIGHTS_MARK = " weights "
+"""What follows it in `State.fingerprint` names the weights that samples are drawn by."""
 
 Remainder = Literal["drop", "pad"]
 
@@ -49,9 +52,9 @@ def hash_key(seed: int, *labels: int) -> int:
     return key
 
 
-def hashes(n: int, key: int) -> NDArray[np.uint64]:
-    """The first n outputs of SplitMix64 started at `key`: uint64 [n], all different (the generator is a bijection of its counter)."""
-    steps = np.arange(1, n + 1, dtype=np.uint64)
+def hashes(n: int, key: int, start: int = 0) -> NDArray[np.uint64]:
+    """Outputs start..start+n-1 of SplitMix64 started at `key`: uint64 [n], all different (it is a bijection of its counter)."""
+    steps = np.arange(start + 1, start + n + 1, dtype=np.uint64)
     steps *= np.uint64(_GAMMA)  # array arithmetic wraps modulo 2**64 and gives no overflow warning
     steps += np.uint64(key & _MASK)
     z = (steps ^ (steps >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -71,6 +74,20 @@ def permutation(n: int, seed: int, *labels: int) -> NDArray[np.int64]:
     if n < 0:
         raise ValueError(f"permutation of {n} elements: n must be 0 or more")
     return np.argsort(hashes(n, hash_key(seed, *labels)), kind="stable").astype(np.int64, copy=False)
+
+
+class SampleOrder(Protocol):
+    """Which sample comes at which place of an epoch: `Order`, or `loaders.weighted.WeightedOrder`."""
+
+    epoch: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> NDArray[np.int64]: ...
+
+    def load_epochs(self, places: NDArray[np.int64]) -> list[int]:
+        """What keys the randomness of the samples at these places (int64 [B]), beside seed and index."""
+        ...
 
 
 class Order:
@@ -127,6 +144,10 @@ class Order:
             number += 1
         return np.concatenate(pieces)
 
+    def load_epochs(self, places: NDArray[np.int64]) -> list[int]:
+        """The epoch, for each place: a sample comes once in it."""
+        return [self.epoch] * len(places)
+
     def _window_start(self, number: int) -> int:
         start = number * self._window * self._block
         return start - self._missing if number > self._short_window else start
@@ -168,9 +189,9 @@ def num_batches(num_samples: int, batch_size: int, world_size: int, remainder: R
     return left // size if remainder == "drop" else -(-left // size)
 
 
-def batch_indices(
-    order: Order, number: int, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def batch_rows(
+    order: SampleOrder, number: int, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """The samples of one rank's batch.
 
     Args:
@@ -183,7 +204,7 @@ def batch_indices(
         samples_seen: samples of the epoch, over all ranks, that are done.
 
     Returns:
-        Stored positions, int64 [B], ascending, and bool [B]: False for rows that only pad.
+        Stored positions, int64 [B], ascending; their places in the order, int64 [B]; and bool [B]: False for rows that only pad.
 
     Raises:
         IndexError: there is no such batch or rank.
@@ -193,20 +214,29 @@ def batch_indices(
         raise IndexError(f"batch {number} of {total}, rank {rank} of {world_size}: out of range")
     start = samples_seen + (number * world_size + rank) * batch_size
     real = order[start : start + batch_size]
+    places = np.arange(start, start + batch_size)
     surplus = batch_size - len(real)
     if surplus:
         real = np.concatenate([real, np.repeat(order[len(order) - 1 :], surplus)])
-    valid = np.arange(batch_size) < batch_size - surplus
     by_position = np.argsort(real, kind="stable")  # stable: a real row stays before its own copies
-    return real[by_position], valid[by_position]
+    places = places[by_position]
+    return real[by_position], np.minimum(places, len(order) - 1), places < len(order)
+
+
+def batch_indices(
+    order: SampleOrder, number: int, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """`batch_rows` without the places."""
+    indices, _, valid = batch_rows(order, number, batch_size, rank, world_size, remainder, samples_seen)
+    return indices, valid
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """Where training stands: `samples_seen` samples of `epoch`, over all ranks, were received. Batch size, ranks and workers are no part.
 
-    `fingerprint` and `num_samples` name the data set, `seed` and `order_version` its order. Plain ints and one string, so that it goes
-    through JSON and `torch.save`.
+    `fingerprint` and `num_samples` name the data set (and weights, where there are any), `seed` and `order_version` its order. Plain ints
+    and one string, so that it goes through JSON and `torch.save`.
     """
 
     order_version: int
@@ -250,8 +280,12 @@ class State:
         """
         problems = []
         if (self.fingerprint, self.num_samples) != (expected.fingerprint, expected.num_samples):
+            same = self.fingerprint != expected.fingerprint and (
+                self.fingerprint.partition(WEIGHTS_MARK)[0] == expected.fingerprint.partition(WEIGHTS_MARK)[0]
+            )
             problems.append(
-                f"it was saved with another data set: {self.num_samples} samples, fingerprint {self.fingerprint!r}; "
+                f"it was saved with {'other weights of this' if same else 'another'} data set: {self.num_samples} samples, "
+                f"fingerprint {self.fingerprint!r}; "
                 f"this one has {expected.num_samples}, {expected.fingerprint!r}"
             )
         if self.order_version != expected.order_version:

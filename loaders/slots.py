@@ -6,7 +6,6 @@ Fresh memory costs a page fault every 4 KiB: filling a new 38 MB batch takes sev
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaders.handles import ForkAware
 from loaders.scratch import COUNTS_ARE_EXACT as _COUNTS_ARE_EXACT
 
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -46,7 +46,7 @@ class Slot:
         return _COUNTS_ARE_EXACT and self._counts() == self._idle
 
 
-class Slots:
+class Slots(ForkAware):
     """Lends slots; thread-safe. Never waits: when all are held, another is made.
 
     Args:
@@ -56,13 +56,17 @@ class Slots:
     """
 
     def __init__(self, keep: int, pinned: bool) -> None:
+        super().__init__()
         self.pinned = pinned
         self._ring: deque[Slot] = deque(maxlen=keep)
-        self._lock = threading.Lock()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._ring = deque(maxlen=self._ring.maxlen)
 
     def take(self, fields: Fields, rows: int) -> Slot:
         """A slot for the caller alone, with arbitrary content, until `lend`. One that never comes back costs nothing but its memory."""
-        with self._lock:
+        with self.lock:
             for place, slot in enumerate(self._ring):
                 if slot.rows == rows and slot.fields == fields and slot.is_idle():
                     del self._ring[place]
@@ -74,11 +78,11 @@ class Slots:
         if self.pinned:
             return slot.pinned
         tensors = {name: torch.from_numpy(array) for name, array in slot.arrays.items()}
-        with self._lock:
+        with self.lock:
             self._ring.append(slot)
         return tensors
 
     def clear(self) -> None:
         """Forget all slots; tensors that are held keep their memory."""
-        with self._lock:
+        with self.lock:
             self._ring.clear()

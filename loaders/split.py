@@ -14,7 +14,21 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from loaders.format import MANIFEST_NAME, FormatError, Layout, ShardEntry, open_index, read_manifest, sha256_file
+from loaders.format import (
+    INDEX_ARRAYS,
+    INDEX_DIR,
+    MANIFEST_NAME,
+    FormatError,
+    Index,
+    Layout,
+    Manifest,
+    ShardEntry,
+    index_path,
+    open_index,
+    read_manifest,
+    sha256_file,
+)
+from loaders.handles import MapWatch
 
 Ragged = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
 
@@ -22,16 +36,18 @@ Ragged = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArra
 class SplitIndex:
     """One split of a packed folder, or a selection of it. Numpy arrays only, mapped: opened in O(1) for any number of samples.
 
+    `shard_bytes`: int64 [shards], bytes of each tar, or of a memmap shard's images (-1: unknown).
     `samples`: `SAMPLE_DTYPE` rows by position; `boxes` float32 [M, 4], `box_labels` int64 [M], `difficult` uint8 [M] and `offsets` int64
     by position (detection, else None); `shard_starts` int64 [shards + 1]: position of each shard's first sample; `restarts` and
     `restart_offsets`: cells of crop-decodable JPEGs, CSR by position (None where the split has none).
 
     Raises:
-        FormatError: no packed data set of this layout, or no such split.
+        FormatError: no packed data set of this layout, or no such split; or, with `check`, an index file has another checksum.
     """
 
-    def __init__(self, root: Path, split: str, layout: Layout, selection: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, root: Path, split: str, layout: Layout, selection: NDArray[np.int64] | None = None, *, check: bool = False) -> None:
         path = root / MANIFEST_NAME
+        self._manifest_state = _state_of(path)
         manifest = read_manifest(root)
         if manifest.layout != layout:
             reader = "loaders.shards.ShardDataset" if manifest.layout == "tar" else "loaders.memmap.MemmapDataset"
@@ -52,10 +68,52 @@ class SplitIndex:
         self.offsets = None if index.box_offsets is None else np.asarray(index.box_offsets)
         self.restarts = None if index.restarts is None else np.asarray(index.restarts)
         self.restart_offsets = None if index.restart_offsets is None else np.asarray(index.restart_offsets)
+        self._watch = MapWatch([(root / index_path(split, name), array) for name, array in _arrays(index)])
+        if check:
+            self._check_files(manifest)
+        self.check_manifest()
         shards = manifest.splits[split].shards
         self.shard_starts = np.cumsum([0, *(s.num_samples for s in shards)], dtype=np.int64)
-        self.image_bytes = np.array([_image_bytes(s) for s in shards], np.int64)
+        self.shard_bytes = np.array([_image_bytes(s) if layout == "memmap" else s.num_bytes for s in shards], np.int64)
         self._shard_paths = np.array([s.path.encode() for s in shards], np.bytes_)
+
+    # Is it still what was opened?
+
+    def _check_files(self, manifest: Manifest) -> None:
+        for name, entry in manifest.files.items():
+            if name.startswith(f"{INDEX_DIR}/{self.split}/") and (found := sha256_file(self.root / name)) != entry.sha256:
+                raise FormatError(
+                    f"{self.root / name}: has SHA-256 {found}, the manifest says {entry.sha256}: its bytes were changed. {self._way_out}"
+                )
+
+    @property
+    def was_replaced(self) -> str:
+        """What is said when the folder holds another data set now."""
+        return f"{self.root}: the packed data was replaced while the data set was in use: open it again"
+
+    def check_manifest(self) -> None:
+        """Cheap as long as nobody touches the manifest. A folder that was taken away is not noticed here: what is open can still be read.
+
+        Raises:
+            FormatError: the folder holds another data set now, whose shards this index does not describe.
+        """
+        path = self.root / MANIFEST_NAME
+        state = _state_of(path)
+        if state is None or state == self._manifest_state:
+            return
+        if sha256_file(path) != self.manifest_sha256:
+            raise FormatError(self.was_replaced)
+        self._manifest_state = state
+
+    def check_maps(self) -> None:
+        """Costs a microsecond or two.
+
+        Raises:
+            FormatError: a mapped file of the index is shorter or longer than it was: reading on might end the process.
+        """
+        changed = self._watch.changed()
+        if changed is not None:
+            raise FormatError(f"{changed}. Open the data set again. {self._way_out}")
 
     def __len__(self) -> int:
         return len(self.samples) if self.selection is None else len(self.selection)
@@ -119,6 +177,7 @@ class SplitIndex:
     # Columns; each is worked out once, when first asked for
 
     def _column(self, name: str) -> NDArray[Any]:
+        self.check_maps()
         column = self.samples[name]
         return column if self.selection is None else column[self.selection]
 
@@ -158,11 +217,35 @@ class SplitIndex:
     def annotation(self, position: int) -> dict[str, Any]:
         """`label` int, or private `boxes` [N, 4], `labels` [N], `difficult` [N] of one sample; empty when unlabelled."""
         if self.task == "classification":
-            return {"label": int(self.samples["label"][position])}
+            label = int(self.samples["label"][position])
+            if not 0 <= label < len(self.classes):
+                raise self._bad_label(label)
+            return {"label": label}
         if self.boxes is None or self.box_labels is None or self.difficult is None or self.offsets is None:
             return {}
         rows = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
+        if rows.start < 0 or rows.stop - rows.start != int(self.samples["num_boxes"][position]):
+            raise self._bad_offsets(position)
         return {"boxes": self.boxes[rows].copy(), "labels": self.box_labels[rows].copy(), "difficult": self.difficult[rows].copy()}
+
+    def class_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Labels of classification samples, int32 [B]. FormatError where one is none of the classes."""
+        labels: NDArray[np.int32] = self.samples["label"][positions]
+        if self.classes and labels.size and not 0 <= labels.min() <= labels.max() < len(self.classes):
+            raise self._bad_label(int(labels.min()) if labels.min() < 0 else int(labels.max()))
+        return labels
+
+    def _bad_label(self, label: int) -> FormatError:
+        path = self.root / index_path(self.split, "samples")
+        return FormatError(f"{path}: a label is {label}, expected 0 to {len(self.classes) - 1}: the index is damaged. {self._way_out}")
+
+    def _bad_offsets(self, position: int) -> FormatError:
+        path = self.root / index_path(self.split, "box_offsets")
+        return FormatError(f"{path}: row {position} does not fit num_boxes of samples.npy: the index is damaged. {self._way_out}")
+
+    @property
+    def _way_out(self) -> str:
+        return f"`pack verify {self.root}` lists what is damaged, the `pack build` command that made it repairs it"
 
     def cells(self, position: int) -> NDArray[np.uint32] | None:
         """`loaders.jpeg.restart_offsets` of the image at a position; None where it has no restart grid."""
@@ -182,10 +265,28 @@ class SplitIndex:
             raise ValueError(f"{self.root}: task is {self.task!r}: it has no boxes")
         positions = self.positions(self.checked(indices))
         starts = self.offsets[positions]
+        counts = self.offsets[positions + 1] - starts
+        unfit = (starts < 0) | (counts != self.samples["num_boxes"][positions])
+        if unfit.any():
+            raise self._bad_offsets(int(positions[unfit.argmax()]))
         offsets = np.zeros(len(positions) + 1, np.int64)
-        np.cumsum(self.offsets[positions + 1] - starts, out=offsets[1:])
-        rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], np.diff(offsets))
+        np.cumsum(counts, out=offsets[1:])
+        rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
         return self.boxes[rows], self.box_labels[rows], self.difficult[rows], offsets
+
+
+def _arrays(index: Index) -> list[tuple[str, NDArray[Any]]]:
+    arrays = ((name, getattr(index, name)) for name in INDEX_ARRAYS)
+    return [(name, array) for name, array in arrays if array is not None]
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written or replaced; None: it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _image_bytes(shard: ShardEntry) -> int:

@@ -6,6 +6,7 @@ Nothing is mapped but the index, no tar header is read, and no JSON is parsed ex
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from loaders.codecs import DecodeError, ImagePart, decode_image, decode_meta
 from loaders.crops import Expect, Grid, Read, SubJpeg, dct_scale, decode_scaled, open_grid, reader, scaled_cut
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import Layout
-from loaders.handles import OpenFile
+from loaders.handles import OpenFile, is_shortage, shortage
 from loaders.jpeg import JpegError, parse_header
 from loaders.regions import Region, SampleDict, Size, View
 
@@ -37,7 +38,8 @@ def image_part(data: bytes | memoryview) -> ImagePart | None:
 class ShardDataset(PackedDataset):
     """One split of tar shards, by sample number. See `PackedDataset` for arguments, samples and errors.
 
-    Image bytes are read with `os.preadv`, never mapped: a file that is cut short while training gives a `SampleError`. Of a JPEG with a
+    Image bytes are read with `os.preadv`, never mapped: a file that is cut short while training gives a `SampleError`, and so does one
+    that has another size than the manifest says when it is opened. A deleted file that is open can still be read. Of a JPEG with a
     restart grid only the cells that a transform's `region` needs are read and decoded; any other image is decoded whole and cut, with
     the same result.
     """
@@ -57,10 +59,23 @@ class ShardDataset(PackedDataset):
         """The stored image file of sample `index` (0-based, in range): JPEG, PNG or WebP.
 
         Raises:
-            SampleError: it cannot be read, or `check_crc` finds a difference.
+            SampleError: it cannot be read, or `check_crc` finds a difference. Under ``on_error="replace"`` it is empty instead, and
+                `load_encoded` finds another sample.
         """
+        self._index.check_maps()
         position = self._index.position(index)
-        return bytes(self._read_part(position, self._index.samples[position], "image"))
+        try:
+            return bytes(self._read_part(position, self._index.samples[position], "image"))
+        except SampleError:
+            if self.on_error == "raise":
+                raise
+            return b""
+
+    def encoded_sizes(self, indices: range) -> list[int]:
+        """Bytes of each stored image file of consecutive samples, as the index says."""
+        positions = self._index.positions(np.arange(indices.start, indices.stop))
+        sizes: list[int] = self._index.samples["image_size"][positions].tolist()
+        return sizes
 
     def load_encoded(self, index: int, data: bytes, epoch: int | None = None) -> SampleDict:
         """`load` of what `encoded` gave: a whole, transformed sample. `index` must be in range.
@@ -68,9 +83,19 @@ class ShardDataset(PackedDataset):
         Raises:
             SampleError: it cannot be decoded, or has another size than the index says.
         """
+        mine = self._index.position(index)
+
+        def image(j: int) -> NDArray[Any]:
+            position = self._index.position(j)
+            return self._decoded(position, data, None) if data and position == mine else self._read_image(position)
+
+        def view(position: int, region: Region, size: Size | None) -> View:
+            return self._view_of(data, position, region, size) if data and position == mine else self._read_view(position, region, size)
+
         if self.transform is None:
-            return {"image": self._decoded(self._index.position(index), data, None), **self._fields(index)}
-        return self._transformed(self.transform, index, epoch, partial(self._view_of, data))
+            index, pixels = self._with_replacement(index, image)
+            return {"image": pixels, **self._fields(index)}
+        return self._transformed(self.transform, index, epoch, view)
 
     def _read_image(self, position: int) -> NDArray[Any]:
         return self._decoded(position, self._read_part(position, self._index.samples[position], "image"), None)
@@ -90,10 +115,14 @@ class ShardDataset(PackedDataset):
         return image
 
     def _read_view(self, position: int, region: Region, size: Size | None) -> View:
+        return self._begin_view(position, region, size)()
+
+    def _begin_view(self, position: int, region: Region, size: Size | None) -> Callable[[], View]:
         row = self._index.samples[position]
         cells = self._index.cells(position)
         if cells is None:
-            return self._view_of(self._read_part(position, row, "image"), position, region, size)
+            return lambda: self._view_of(self._read_part(position, row, "image"), position, region, size)
+        self._check_row(position, row, "image")
         num_bytes = int(row["image_size"])
         try:
             if not 0 < (head_size := int(cells[0])) <= num_bytes:
@@ -107,22 +136,29 @@ class ShardDataset(PackedDataset):
             return self._cells(position, open_grid(head, cells, num_bytes), region, size, read, expect)
         except JpegError as e:
             raise self._error(position, f"the jpg {e}") from None
-        except DecodeError as e:
-            raise self._error(position, f"the jpg cannot be decoded: {e}") from None
 
     def _reads_regions(self, position: int) -> bool:
         return self._index.cells(position) is not None
 
-    def _cells(self, position: int, grid: Grid, region: Region, size: Size | None, read: Read, expect: Expect | None = None) -> View:
-        """A region of a crop-decodable JPEG. Raises JpegError or DecodeError."""
+    def _cells(
+        self, position: int, grid: Grid, region: Region, size: Size | None, read: Read, expect: Expect | None = None
+    ) -> Callable[[], View]:
+        """A region of a crop-decodable JPEG, read, and still to be decoded. Raises JpegError."""
         header = grid.header
         if (header.height, header.width) != self._size(position):
             raise JpegError(f"says (height, width) {(header.height, header.width)}, the index says {self._size(position)}")
         scale = 1 if size is None else dct_scale(header, region[2], region[3], size)
         jpeg = SubJpeg(grid, region, scale)
-        buffer = self._buffer("cells", jpeg.num_bytes)
-        jpeg.assemble(buffer, read, expect)
-        return View(jpeg.decode(buffer, self._scratch.blank), jpeg.y, jpeg.x, scale)
+        data = np.empty(jpeg.num_bytes, np.uint8).data
+        jpeg.assemble(data, read, expect)
+
+        def decode() -> View:
+            try:
+                return View(jpeg.decode(data, self._scratch.blank), jpeg.y, jpeg.x, scale)
+            except DecodeError as e:
+                raise self._error(position, f"the jpg cannot be decoded: {e}") from None
+
+        return decode
 
     def _view_of(self, data: bytes | memoryview, position: int, region: Region, size: Size | None) -> View:
         """A region of an image that must be decoded as a whole."""
@@ -151,7 +187,12 @@ class ShardDataset(PackedDataset):
         return memoryview(buffer)[:size]
 
     def _file(self, shard: int) -> OpenFile:
-        file: OpenFile = self._shards.get(shard, lambda: OpenFile(self._index.shard_path(shard)))
+        return self._open_shard(shard, lambda: self._opened(shard))
+
+    def _opened(self, shard: int) -> OpenFile:
+        file, expected = OpenFile(self._index.shard_path(shard)), int(self._index.shard_bytes[shard])
+        if file.size != expected:
+            raise OSError(f"the file has {file.size} bytes, the manifest says {expected}: it was cut short or replaced")
         return file
 
     def _expect(self, row: np.void, offset: int, size: int) -> None:
@@ -163,14 +204,24 @@ class ShardDataset(PackedDataset):
         shard, offset = int(row["shard"]), offset + int(row[f"{part}_offset"])
         try:
             count = self._file(shard).read_scattered(views, offset, size)
-        except (OSError, IndexError, OverflowError) as e:
-            raise self._unreadable(position, part, getattr(e, "strerror", None) or str(e)) from None
+        except OSError as e:
+            if is_shortage(e):
+                raise shortage(e, self._index.shard_path(shard)) from None
+            raise self._unreadable(position, part, e.strerror or str(e)) from None
         if count < size:
             reason = f"the file ends {size - count} bytes short of the {part}'s end at byte {offset + size}: it was cut short"
             raise self._unreadable(position, part, reason)
 
+    def _check_row(self, position: int, row: np.void, part: str) -> None:
+        """Refuse a row of a damaged index, before it asks for another shard's bytes, or for more memory than there is."""
+        shard, offset, size = int(row["shard"]), int(row[f"{part}_offset"]), int(row[f"{part}_size"])
+        if shard != self._index.shard_of(position) or not 0 <= offset <= offset + size <= self._index.shard_bytes[shard]:
+            reason = f"the index says shard {shard}, bytes {offset} to {offset + size}, which are not in it: the index is damaged"
+            raise self._unreadable(position, part, reason)
+
     def _read_part(self, position: int, row: np.void, part: str) -> memoryview:
         """Bytes of "image" or "json", in this thread's buffer: valid until its next read."""
+        self._check_row(position, row, part)
         view = self._buffer(part, int(row[f"{part}_size"]))
         self._read(position, row, part, [view], 0, len(view))
         if self.check_crc and zlib.crc32(view) != int(row[f"{part}_crc32"]):

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from loaders.batches import default_workers
 from loaders.collate import collate_list
-from loaders.device import check_device, map_tensors
+from loaders.prefetch import check_device, map_tensors
 
 SHARED_MEMORY = "/dev/shm"
 TIMEOUT_S = 300

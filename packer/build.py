@@ -6,12 +6,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from loaders.format import FINDINGS_NAME, MANIFEST_NAME, FormatError, read_manifest
 from packer.engines import open_engine
 from packer.findings import Findings
 from packer.job import JobResult, Remarks
 from packer.outdir import (
     check_places,
+    check_writable,
     close_partial,
     is_blank,
     is_ours,
@@ -22,12 +25,14 @@ from packer.outdir import (
     siblings,
     swap_in,
 )
+from packer.perceptual import HASH_BYTES
 from packer.publish import publish
 from packer.recipe import Recipe
 from packer.records import write_file
 from packer.restore import OtherDataSet, restore
-from packer.run import Console, Digests, Outcome, Run, heading_of, make_plan, run_plan
+from packer.run import Console, Digests, Outcome, Run, heading_of, make_plan, run_plan, tool_versions
 from packer.sample import Listing, PackError
+from packer.sources.tree import check_root
 from packer.work import Context, check_job
 
 
@@ -90,15 +95,15 @@ def _swap(out: Path, outcome: Outcome, console: Console) -> Outcome:
     return outcome
 
 
-def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
-    """Say everything that `build` would say about `src`. Nothing is written anywhere."""
-    if not src.is_dir():
-        raise PackError(f"{src}: no such folder")
+def check(src: Path, recipe: Recipe, console: Console, *, near_duplicates: bool = False) -> Outcome:
+    """Say everything that `build` would say about `src`, and which pictures look alike if asked to. Nothing is written anywhere."""
+    check_root(src)
     run = _start(src, recipe, console)
     plan = make_plan(run)
     if plan is None:
         return _judge(run, 0, 0)
-    context = Context(plan.spec, plan.source, None, run.versions)
+    context = Context(plan.spec, plan.source, None, run.versions, hashes=near_duplicates)
+    hashes = np.zeros((len(plan.listing.items), HASH_BYTES), np.uint8) if near_duplicates else None
     results: dict[int, JobResult] = {}
     for number, result in run.map(check_job, context, plan.jobs, "checking"):
         results[number] = result
@@ -110,20 +115,24 @@ def check(src: Path, recipe: Recipe, console: Console) -> Outcome:
             run.findings.add(finding)
         remarks.merge(results[number].remarks)
         digests.put(job, results[number].digests)
+        if hashes is not None and (taken := results[number].hashes) is not None:
+            hashes[list(job.keys)] = taken
         packed += int(results[number].packed.sum())
-    run.remark(plan, remarks, digests)
+    run.remark(plan, remarks, digests, hashes)
     _say_sums(run, plan.listing, packed)
     return _judge(run, packed, len(plan.listing.items) - packed)
 
 
 def _start(src: Path, recipe: Recipe, console: Console) -> Run:
     findings = Findings(console.finding)
-    return Run(src, recipe, console, findings, open_engine(recipe.run.engine, recipe.run.workers or default_workers()))
+    versions = tool_versions(recipe)
+    return Run(src, recipe, console, findings, open_engine(recipe.run.engine, recipe.run.workers or default_workers()), versions)
 
 
 def _build_in(run: Run, out: Path) -> Outcome:
     if (out / MANIFEST_NAME).is_file():
         return restore(run, out)
+    check_writable(out)
     plan = make_plan(run)
     partial = open_partial(out)
     if plan is None:

@@ -113,11 +113,13 @@ def recipe_options(command: F) -> F:
 @recipe_options
 @click.option("--image", type=click.Choice(["keep", "jpg", "png", "webp"]), help="Format of stored images (tar). [default: keep]")
 @click.option("--quality", type=click.IntRange(1, 100), help="Quality of images that are encoded anew. [default: 90]")
+@click.option("--subsampling", type=click.Choice(["420", "444"]), help="Chroma of JPEGs that are encoded anew. [default: 420]")
 @click.option(
-    "--restart-grid/--no-restart-grid",
-    default=None,
-    help="Restart markers in JPEGs that are encoded anew, for cropped decoding. [default: on]",
+    "--restart-grid",
+    type=click.Choice(["on", "off", "lossless"]),
+    help="Restart markers, for cropped decoding, in JPEGs that are encoded anew; lossless: also in those that are kept. [default: on]",
 )
+@click.option("--no-restart-grid", "restart_grid", flag_value="off", help="The same as --restart-grid off.")
 @click.option("--dtype", type=click.Choice(["uint8", "float16", "float32"]), help="Element type of images (memmap). [default: uint8]")
 @click.option("--normalize", nargs=2, metavar="MEAN STD", help="Per channel, such as 0.485,0.456,0.406 0.229,0.224,0.225 (memmap, float).")
 @click.option("--shard-size", metavar="SIZE", help="Target size of a shard. [default: 256MB, less where the set is small]")
@@ -155,16 +157,17 @@ def build(src: Path, out: Path, overwrite: bool, quiet: bool, **options: Any) ->
 @main.command()
 @click.argument("src", type=FOLDER)
 @recipe_options
+@click.option("--near-duplicates", is_flag=True, help="Also name pictures that look like another: resized, re-encoded, a little brighter.")
 @click.option("--json", "as_json", is_flag=True, help="Print {findings, num_samples, num_skipped} for machines.")
 @click.option("--quiet", is_flag=True, help="Only findings and errors.")
-def check(src: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+def check(src: Path, near_duplicates: bool, as_json: bool, quiet: bool, **options: Any) -> None:
     """Say everything that build would say about SRC; write nothing."""
     from packer.build import check as run_check
     from packer.console import Terminal
     from packer.findings import as_dict
 
     try:
-        outcome = run_check(src, _recipe(options), Terminal(quiet=quiet or as_json))
+        outcome = run_check(src, _recipe(options), Terminal(quiet=quiet or as_json), near_duplicates=near_duplicates)
     except KeyboardInterrupt:
         _interrupted("nothing was written")
     except PackError as e:
@@ -219,12 +222,49 @@ def verify(out: Path, quick: bool, workers: int | None, as_json: bool, quiet: bo
 
 @main.command()
 @click.argument("out", type=FOLDER)
-def info(out: Path) -> None:
+@click.option("--shuffle", is_flag=True, help="Add how well training mixes the samples, beside webdataset's shuffle(1000).")
+@click.option("--batch-size", type=click.IntRange(min=2), default=256, help="For --shuffle: samples a step, over all ranks. Default: 256.")
+def info(out: Path, shuffle: bool, batch_size: int) -> None:
     """Say what the packed data set in folder OUT holds."""
     from packer.info import describe
+    from packer.shuffling import describe_shuffle
 
     for line in describe(out):
         click.echo(line)
+    if shuffle:
+        click.echo("")
+        for line in describe_shuffle(out, batch_size):
+            click.echo(line)
+
+
+@main.command()
+@click.argument("out", type=FOLDER)
+@click.option("--split", default="train", help="Default: train.")
+@click.option("--batch-size", type=click.IntRange(1), default=64, help="That training wants. Default: 64.")
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, help="For all measurements together. Default: 60.")
+@click.option(
+    "--size", type=click.IntRange(1), help="Crop (detection: letterbox) pictures to N by N while loading. [default: only where they differ]"
+)
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw the result into this PNG.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result for machines.")
+@click.option("--quiet", is_flag=True, help="Only the result.")
+def bench(
+    out: Path, split: str, batch_size: int, seconds: float, size: int | None, plot_path: Path | None, as_json: bool, quiet: bool
+) -> None:
+    """Measure which loader settings are fastest for the packed data set in folder OUT on this machine."""
+    from packer.bench import bench as run_bench
+    from packer.bench import plot
+    from packer.console import Terminal
+
+    with Terminal(quiet=quiet or as_json).status() as status:
+        report = run_bench(out, split, batch_size, seconds, size, status)
+    if plot_path is not None:
+        plot(report, plot_path)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=1))
+    else:
+        for line in report.lines():
+            click.echo(line)
 
 
 def _recipe(options: dict[str, Any]) -> Any:
@@ -240,7 +280,8 @@ def _recipe(options: dict[str, Any]) -> Any:
         "output": {
             "format": o("layout"),
             "normalize": None if normalize is None else [_numbers(v) for v in normalize],
-            **{k: o(k) for k in ("image", "quality", "restart_grid", "dtype", "shard_size", "shard_samples", "shuffle", "seed")},
+            **{k: o(k) for k in ("image", "quality", "subsampling", "restart_grid", "dtype")},
+            **{k: o(k) for k in ("shard_size", "shard_samples", "shuffle", "seed")},
         },
         "run": {k: o(k) for k in ("workers", "engine", "on_error", "max_skip")},
     }

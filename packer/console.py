@@ -51,6 +51,25 @@ class Terminal:
         else:
             yield _Lines(title, total).advance
 
+    @contextlib.contextmanager
+    def status(self) -> Iterator[Callable[[str], None]]:
+        """Says what is being done: one line that changes on a terminal, else a line every few seconds."""
+        if self._quiet:
+            yield lambda _: None
+        elif self._rich.is_terminal:
+            with self._rich.status("") as line:
+                yield line.update
+        else:
+            last = -LINE_EVERY_S
+
+            def say(text: str) -> None:
+                nonlocal last
+                if time.monotonic() - last >= LINE_EVERY_S:
+                    last = time.monotonic()
+                    self._print(text)
+
+            yield say
+
 
 class _Lines:
     """Progress where there is no terminal: a line every few seconds, none for short work."""

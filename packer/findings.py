@@ -10,6 +10,9 @@ from dataclasses import asdict, replace
 from packer.sample import Finding, Level
 
 NUM_SHOWN = 20
+MAX_PATH = 4096
+"""Characters. No file has a longer path: what is cut is the text of an input that names one."""
+MAX_MESSAGE = 8192
 LEVELS: tuple[Level, ...] = ("error", "skip", "warning")
 
 
@@ -34,6 +37,7 @@ class Findings:
     def add(self, finding: Finding) -> None:
         """Keep a finding; a further one of the same code and sample only counts, unless it is more severe: then it takes the place."""
         self.tell(finding)
+        finding = _bounded(finding)
         key = _key(finding)
         before = self._found.get(key)
         if before is not None:
@@ -44,6 +48,7 @@ class Findings:
 
     def tell(self, finding: Finding) -> None:
         """Show a finding that is kept later, in the order of the jobs: a long build is not to be mute until its end."""
+        finding = _bounded(finding)
         if _key(finding) in self._told:
             return
         self._told.add(_key(finding))
@@ -70,6 +75,18 @@ class Findings:
         lines = [f"{len(self._found):,} finding{'s' if len(self._found) != 1 else ''}: {named}"]
         hidden = sum(max(n - NUM_SHOWN, 0) for n in self._shown.values())
         return [*lines, f"({hidden:,} of them not shown: at most {NUM_SHOWN} of a kind are)"] if hidden else lines
+
+
+def _bounded(finding: Finding) -> Finding:
+    """The input decides how long a name in a table is, but not how long a line of ours gets."""
+    sample, message = finding.sample, finding.message
+    if len(message) <= MAX_MESSAGE and (sample is None or len(sample) <= MAX_PATH):
+        return finding
+    return replace(finding, message=_cut(message, MAX_MESSAGE), sample=None if sample is None else _cut(sample, MAX_PATH))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def _key(finding: Finding) -> _Key:

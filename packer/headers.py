@@ -11,27 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from packer.content import is_raw
+
 ImageFormat = Literal["jpeg", "png", "webp", "bmp", "tiff", "gif"]
 ByteOrder = Literal["<", ">"]
 
 _ORIENTATION_TAG = 0x0112
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_ISO_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
-_OTHER_STARTS = {
-    b"\0\0\0\x0cjP  \r\n\x87\n": "a JPEG 2000 picture",
-    b"\xff\x4f\xff\x51": "a JPEG 2000 picture",
-    b"\0\0\0\x0cJXL \r\n\x87\n": "a JPEG XL picture",
-    b"\xff\x0a": "a JPEG XL picture",
-    b"8BPS": "a Photoshop file",
-    b"%PDF": "a PDF file",
-    b"%!PS": "a PostScript file",
-    b"PK\x03\x04": "a ZIP archive",
-    b"\0\0\1\0": "a Windows icon",
-    b"#?RADIANCE": "a Radiance HDR picture",
-    b"v/1\1": "an OpenEXR picture",
-    b"version https://git-lfs": "a Git LFS pointer (fetch the real file with 'git lfs pull')",
-}
 
 
 class HeaderError(ValueError):
@@ -53,25 +40,10 @@ def sniff(data: bytes) -> ImageFormat | None:
     if data[:6] in (b"GIF87a", b"GIF89a"):
         return "gif"
     if data[:4] in _TIFF_STARTS:
-        return "tiff"
+        return None if is_raw(data) else "tiff"
     if data[:2] == b"BM" and len(data) >= 26:
         return "bmp"
     return None
-
-
-def unsupported_content(data: bytes) -> str:
-    """What a file that `sniff` does not know seems to be, for a message."""
-    for start, what in _OTHER_STARTS.items():
-        if data.startswith(start):
-            return what
-    if data[4:8] == b"ftyp":
-        return f"a picture or film of the {_ISO_BRANDS.get(data[8:12], 'ISO media')} family"
-    if data[128:132] == b"DICM":
-        return "a DICOM file"
-    text = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<svg")):
-        return "a text in HTML, XML or SVG, no picture"
-    return f"of no known picture format: it starts with the bytes {data[:8].hex(' ').upper()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +180,8 @@ def gif_frames(data: bytes) -> int:
     try:
         while pos < len(data) and data[pos] != 0x3B:
             if data[pos] == 0x2C:
+                if not frames:
+                    _check_first_frame(data, pos)
                 frames += 1
                 pos += 10 + _color_table(data, pos + 9) + 1
             elif data[pos] == 0x21:
@@ -222,6 +196,14 @@ def gif_frames(data: bytes) -> int:
     if pos > len(data) or not frames:
         raise HeaderError(f"ends at byte {len(data)} without a complete frame", truncated=True)
     return frames
+
+
+def _check_first_frame(data: bytes, pos: int) -> None:
+    """Pillow makes the picture as large as its first frame, whatever the header says: 1.7 MB would become 17 GB."""
+    screen_width, screen_height = (int.from_bytes(data[p : p + 2], "little") for p in (6, 8))
+    x, y, width, height = (int.from_bytes(data[p : p + 2], "little") for p in range(pos + 1, pos + 9, 2))
+    if x + width > screen_width or y + height > screen_height:
+        raise HeaderError(f"has a first frame of {width}x{height} pixels at ({x}, {y}), outside of its {screen_width}x{screen_height}")
 
 
 def _color_table(data: bytes, flags_at: int) -> int:

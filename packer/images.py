@@ -48,8 +48,10 @@ class Decoded:
 
 
 @strict
-def check(data: bytes, info: ImageInfo) -> None:
+def check(data: bytes, info: ImageInfo, *, min_side: int = 1) -> NDArray[np.uint8]:
     """Decode fully and strictly, only to know that it can be done. `info` is what `probe` said about `data`.
+
+    Returns the picture, not turned, uint8 [H, W, C]: RGB, or gray of a JPEG, which is reduced where `min_side` pixels a side are left.
 
     Raises:
         ImageError: the picture is cut short, corrupt or of unsupported pixels.
@@ -57,9 +59,10 @@ def check(data: bytes, info: ImageInfo) -> None:
     if info.format == "jpeg" and info.verbatim:
         _limit_scans(data)
         # At 1/8 all entropy-coded data is read (min_factor counts only with the other two); in gray chroma is read but not computed.
-        simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, min_factor=8)
-    else:
-        _decode(data, info, None)
+        factor = 8 if min_side == 1 else 1
+        gray = simplejpeg.decode_jpeg(data, "GRAY", min_height=min_side, min_width=min_side, min_factor=factor)
+        return cast("NDArray[np.uint8]", gray)
+    return _decode(data, info, None).image
 
 
 @strict

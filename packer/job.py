@@ -21,7 +21,9 @@ from loaders.codecs import EncodeError, ImagePart, encode_image, require_fit
 from loaders.format import Layout, Task
 from packer.boxes import Picture, place_boxes
 from packer.images import Decoded, ImageError, ImageInfo, check, decode, probe, reset_orientation, upright
+from packer.perceptual import HASH_BYTES, MIN_SIDE, picture_hash
 from packer.sample import Annotation, Finding, Item, Report, Sample, Source, Transform, Writer, WrittenShard
+from packer.transcode import TranscodeError, add_restart_grid
 from packer.transforms import TransformError
 from packer.writers import open_writer
 
@@ -40,7 +42,8 @@ class Spec:
     transform: Transform | None = None
     image: Literal["keep", "jpg", "png", "webp"] = "keep"
     quality: int = 90
-    restart_grid: bool = True
+    subsampling: Literal["420", "444"] = "420"
+    restart_grid: bool | Literal["lossless"] = True
     dtype: str = "uint8"
     normalize: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     exif: Literal["auto", "apply", "ignore"] = "auto"
@@ -92,7 +95,7 @@ class Remarks:
 @dataclass(slots=True)
 class JobResult:
     """`shard` is None when no sample was left. `digests` uint8 [num_items, 2, 16]: of each item's picture bytes and of its annotation
-    (zeros where it could not be read); `packed` bool [num_items].
+    (zeros where it could not be read); `packed` bool [num_items]; `hashes` uint8 [num_items, HASH_BYTES], where they were wanted.
     """
 
     shard: WrittenShard | None
@@ -100,25 +103,30 @@ class JobResult:
     packed: NDArray[np.bool_]
     findings: list[Finding]
     remarks: Remarks
+    hashes: NDArray[np.uint8] | None = None
 
 
 @dataclass(slots=True)
 class SampleFacts:
-    """What a sample tells besides itself."""
+    """What a sample tells besides itself; `picture_hash` only where `wants_hash` was set."""
 
+    wants_hash: bool = False
+    picture_hash: bytes = bytes(HASH_BYTES)
     image_crc32: int = 0
     image_digest: bytes = bytes(DIGEST_BYTES)
     annotation_digest: bytes = bytes(DIGEST_BYTES)
     remarks: Remarks = field(default_factory=Remarks)
 
 
-def run_job(spec: Spec, source: Source, job: Job, path: Path | None, tick: Callable[[int], None]) -> JobResult:
+def run_job(spec: Spec, source: Source, job: Job, path: Path | None, tick: Callable[[int], None], *, hashes: bool = False) -> JobResult:
     """Pack one shard to `path`; with path None only look (`pack check`): everything is read and decoded, nothing encoded or written.
 
+    `hashes`: also take perceptual hashes of the pictures.
     `tick` is called with each item's position before it is read, and with their number at the end. A fault of a sample becomes a
     finding, never an exception; what is raised (disk full, no memory) is a fault of the job, and no file is left at `path`.
     """
-    run = _JobRun(spec, source, job, None if path is None else open_writer(spec.layout, path, spec.task, **spec.writer_options()))
+    writer = None if path is None else open_writer(spec.layout, path, spec.task, **spec.writer_options())
+    run = _JobRun(spec, source, job, writer, hashes)
     try:
         for start in range(0, len(job.items), BATCH_ITEMS):
             run.pack(range(start, min(start + BATCH_ITEMS, len(job.items))), tick)
@@ -133,12 +141,13 @@ def run_job(spec: Spec, source: Source, job: Job, path: Path | None, tick: Calla
 class _JobRun:
     """A job's state while its batches go by."""
 
-    def __init__(self, spec: Spec, source: Source, job: Job, writer: Writer | None) -> None:
+    def __init__(self, spec: Spec, source: Source, job: Job, writer: Writer | None, hashes: bool) -> None:
         self.spec, self.source, self.job, self.writer = spec, source, job, writer
         self._findings: list[Finding] = []
         self._remarks = Remarks()
         self._digests = np.zeros((len(job.items), 2, DIGEST_BYTES), np.uint8)
         self._packed = np.zeros(len(job.items), bool)
+        self._hashes = np.zeros((len(job.items), HASH_BYTES), np.uint8) if hashes else None
         self._ids = class_ids(spec)
 
     def pack(self, batch: range, tick: Callable[[int], None]) -> None:
@@ -151,12 +160,14 @@ class _JobRun:
         digests: list[bytes] = []
         for i, annotation, found in zip(batch, annotations, said, strict=True):
             tick(i)
-            facts = SampleFacts()
+            facts = SampleFacts(wants_hash=self._hashes is not None)
             encode = self.writer is not None
             sample = make_sample(
                 spec, self.source.root, self.job.keys[i], items[i], annotation, self._ids, found.append, facts, encode=encode
             )
             digests.append(facts.image_digest + facts.annotation_digest)
+            if self._hashes is not None:
+                self._hashes[i] = np.frombuffer(facts.picture_hash, np.uint8)
             self._findings += found
             if sample is None:
                 continue
@@ -174,7 +185,7 @@ class _JobRun:
             shard = self.writer.close()
         elif self.writer is not None:
             self.writer.abort()
-        return JobResult(shard, self._digests, self._packed, self._findings, self._remarks)
+        return JobResult(shard, self._digests, self._packed, self._findings, self._remarks, self._hashes)
 
 
 def sizes_differ(sizes: Mapping[str, str]) -> Finding:
@@ -240,6 +251,8 @@ def make_sample(
         return None
     if annotation is None or placed is None or unknown:
         return None
+    if spec.restart_grid == "lossless":
+        _add_restart_grid(sample, report)
     _annotate(spec, sample, annotation, ids, stored_boxes, placed.keep)
     if spec.layout == "memmap":
         facts.remarks.sizes = {f"{sample.width}x{sample.height}": item.path}
@@ -309,7 +322,9 @@ def _pixels(
     sample.suffix = part
     facts.remarks.parts = {part: 1}
     if spec.layout == "tar" and spec.transform is None and info.verbatim and not rotate and _keeps_bytes(spec, info):
-        check(data, info)
+        seen = check(data, info, min_side=MIN_SIDE if facts.wants_hash else 1)
+        if facts.wants_hash:
+            facts.picture_hash = picture_hash(seen)
         sample.encoded = reset_orientation(data, info)
         if sample.encoded is data:
             sample.encoded_crc32 = facts.image_crc32
@@ -317,6 +332,8 @@ def _pixels(
     decoded = decode(data, info, pixel_range=spec.pixel_range)
     _remark_depth(decoded, facts.remarks)
     image = upright(decoded.image, info.orientation) if rotate else decoded.image
+    if facts.wants_hash:
+        facts.picture_hash = picture_hash(image)
     if spec.transform is not None:
         if encode:
             image, boxes, sample.affine = spec.transform(image, boxes)
@@ -326,10 +343,25 @@ def _pixels(
     if spec.layout == "memmap":
         sample.image = image
     elif encode:
-        sample.encoded = encode_image(image, part, quality=spec.quality, restart_grid=spec.restart_grid)
+        grid = bool(spec.restart_grid)
+        sample.encoded = encode_image(image, part, quality=spec.quality, restart_grid=grid, subsampling=spec.subsampling)
     else:
         require_fit(sample.width, sample.height, part)
     return sample, boxes
+
+
+def _add_restart_grid(sample: Sample, report: Report) -> None:
+    """Where a JPEG is packed as it is, or nearly, and has no grid; `pack check` looks too, for what it would say."""
+    if sample.suffix != "jpg" or sample.encoded is None:
+        return
+    try:
+        encoded = add_restart_grid(sample.encoded)
+    except TranscodeError as e:
+        message = f"no restart markers could be added, so a crop decodes the whole picture; it is stored as it is: {e}"
+        report(Finding("warning", "no-restart-grid", sample.source, message, sample=sample.source))
+        return
+    if encoded is not sample.encoded:
+        sample.encoded, sample.encoded_crc32 = encoded, None
 
 
 def _part(spec: Spec, info: ImageInfo, rotate: bool) -> ImagePart:

@@ -28,6 +28,7 @@ from loaders.format import (
 from packer.plan import SPLITS
 from packer.records import PARTIAL_DIR, sync_path, write_file
 from packer.sample import PackError
+from packer.sources.tree import check_root
 
 JOURNAL_NAME = "publishing.json"
 MARKER_NAME = "shardpack"
@@ -54,10 +55,7 @@ def check_places(src: Path, out: Path) -> None:
     Raises:
         PackError: SRC is no folder, OUT is a file, one lies inside the other, or OUT is a folder that is not ours.
     """
-    if not src.exists():
-        raise PackError(f"{src}: no such folder")
-    if not src.is_dir():
-        raise PackError(f"{src}: is not a folder; SRC is the folder that holds the data set")
+    check_root(src)
     if out.is_symlink() and not out.exists():
         raise PackError(f"{out}: is a broken symbolic link")
     if out.exists() and not out.is_dir():
@@ -69,6 +67,16 @@ def check_places(src: Path, out: Path) -> None:
         raise PackError(
             f"{out}: is not empty and was not made by pack (no {MANIFEST_NAME} and no {PARTIAL_DIR}/ of pack in it); choose another folder"
         )
+
+
+def check_writable(out: Path) -> None:
+    """Refuse, before any work, a folder that the work could not be written to.
+
+    Raises:
+        PackError: this process may not write there.
+    """
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise PackError(f"{out}: cannot be written: no permission, or the file system is read-only")
 
 
 def is_blank(folder: Path) -> bool:
@@ -92,6 +100,11 @@ def _has_our_manifest(folder: Path) -> bool:
         raw = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_MANIFEST_BYTES else None
         if isinstance(raw, dict) and {"format_version", "self_sha256"} <= raw.keys():
             return True
+    return holds_packed_files(folder)
+
+
+def holds_packed_files(folder: Path) -> bool:
+    """Whether some files are there that nobody but pack makes."""
     signs = (f"{INDEX_DIR}/{{}}/samples.npy", "{}/shard-000000.tar.idx", "{}/shard-000000/affine.npy")
     return any((folder / sign.format(split)).is_file() for sign in signs for split in SPLITS)
 

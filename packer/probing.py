@@ -19,6 +19,7 @@ import cv2
 from PIL import BmpImagePlugin, Image, TiffImagePlugin
 
 from loaders.jpeg import JpegError, JpegHeader, parse_header
+from packer.content import described
 from packer.headers import (
     Chunk,
     HeaderError,
@@ -29,7 +30,6 @@ from packer.headers import (
     sniff,
     tiff_orientation,
     tiff_pages,
-    unsupported_content,
     webp_chunks,
 )
 
@@ -43,6 +43,8 @@ _COMMON_SOF, _ARITHMETIC_SOF = (0xC0, 0xC1, 0xC2), (0xC9, 0xCA)
 # Sampling factors (luma, chroma) that TurboJPEG, behind simplejpeg and so behind our loaders, has a name for.
 _TURBO_SAMPLING = {((1, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 2), (1, 1)), ((1, 2), (1, 1)), ((4, 1), (1, 1))}
 _TURBO_SAMPLING |= {((1, 2), (1, 2)), ((2, 1), (2, 1)), ((2, 2), (1, 2)), ((2, 2), (2, 1))}
+
+_MAX_TILE_PIXELS = 1 << 24
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,7 +140,7 @@ def probe(data: bytes, *, max_pixels: int) -> ImageInfo:
         raise ImageError("empty-file", "is empty (0 bytes)")
     kind = sniff(data)
     if kind is None:
-        raise ImageError("unsupported-image", f"is {unsupported_content(data)}; JPEG, PNG, WebP, BMP, TIFF and GIF are packed")
+        raise ImageError("unsupported-image", f"is {described(data)}; JPEG, PNG, WebP, BMP, TIFF and GIF are packed")
     info = _PROBES[kind](data)
     pixels = info.width * info.height
     if info.width < 1 or info.height < 1:
@@ -272,8 +274,20 @@ def _probe_tiff(data: bytes) -> ImageInfo:
     # Pillow swaps width and height for a turned TIFF, and turns it when loading: hide the tag.
     upright = orientation.reset(data) if orientation else data
     with pillow_unguarded(), TiffImagePlugin.TiffImageFile(io.BytesIO(upright)) as im:
+        if im.tag_v2.get(254, 0) & 1:  # as many raw files begin: Pillow would take the thumbnail for the picture
+            raise ImageError(
+                "unsupported-image", "is a TIFF whose first page is a reduced copy of another (a camera's raw file?): convert it"
+            )
+        _check_tiles(im)
         bits = im.tag_v2.get(258, (1,))
         return ImageInfo("tiff", *im.size, _value(orientation), im.mode, max(bits), tiff_pages(data), False)
+
+
+def _check_tiles(im: TiffImagePlugin.TiffImageFile) -> None:
+    """A tile is decoded as a whole, however small the picture is."""
+    width, height = (im.tag_v2.get(tag, 0) for tag in (322, 323))
+    if isinstance(width, int) and isinstance(height, int) and width * height > max(_MAX_TILE_PIXELS, 4 * im.size[0] * im.size[1]):
+        raise ImageError("corrupt-image", f"has tiles of {width}x{height} pixels in a picture of {im.size[0]}x{im.size[1]}")
 
 
 _PROBES: dict[ImageFormat, Callable[[bytes], ImageInfo]] = {

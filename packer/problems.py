@@ -47,7 +47,10 @@ def file_problems(root: Path, name: str, num_bytes: int, sha256: str | None) -> 
     path = root / name
     try:
         size = path.stat().st_size
-        if not path.is_file():
+        if path.is_dir():
+            text = "is a folder where a file belongs; move it away, then the same pack build command again restores the file"
+            yield Problem("error", "missing-file", name, text)
+        elif not path.is_file():
             yield Problem("error", "missing-file", name, "is no regular file" + REBUILD)
         elif size != num_bytes:
             yield Problem("error", "wrong-size", name, f"{size:,} bytes, the manifest says {num_bytes:,}{REBUILD}")

@@ -135,7 +135,8 @@ class OutputTable(_Table):
     shard_samples: Annotated[int, Field(ge=1)] | None = None
     image: Literal["keep", "jpg", "png", "webp"] = "keep"
     quality: Annotated[int, Field(ge=1, le=100)] = 90
-    restart_grid: bool = True
+    subsampling: Literal["420", "444"] = "420"
+    restart_grid: bool | Literal["lossless"] = True
     dtype: Literal["uint8", "float16", "float32"] = "uint8"
     normalize: tuple[Triple, Triple] | None = None
     shuffle: bool = True
@@ -147,6 +148,8 @@ class OutputTable(_Table):
             raise ValueError("dtype and normalize belong to format memmap; a tar holds encoded images")
         if self.format == "memmap" and self.image != "keep":
             raise ValueError("image belongs to format tar; a memmap holds decoded pixels")
+        if self.restart_grid == "lossless" and (self.format, self.image) != ("tar", "keep"):
+            raise ValueError("restart_grid lossless belongs to format tar and image keep, where JPEGs keep their pixels")
         if self.normalize is not None and self.dtype == "uint8":
             raise ValueError('normalize needs dtype "float16" or "float32"')
         if self.normalize is not None and not all(0 <= m <= 1 and 0 < s < math.inf for m, s in zip(*self.normalize, strict=True)):
@@ -174,6 +177,8 @@ class Recipe(_Table):
 
     @model_validator(mode="after")
     def _together(self) -> Recipe:
+        if self.output.restart_grid == "lossless" and self.transform.resize is not None:
+            raise ValueError("restart_grid lossless and resize exclude each other: a resized picture is encoded anew, grid included")
         if self.output.format == "memmap" and self.transform.resize is not None and self.transform.mode in ("short", "long"):
             raise ValueError(f"mode {self.transform.mode!r} gives images of different sizes; a memmap needs letterbox, stretch or crop")
         return self
@@ -198,10 +203,14 @@ def load_recipe(path: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Re
         if given and isinstance(raw.setdefault(table, {}), dict):
             raw[table] = {**raw[table], **given}
     try:
-        return Recipe.model_validate(raw)
+        recipe = Recipe.model_validate(raw)
     except ValidationError as e:
         lines = [f"  {_place(p['loc'])}: {_message(p)}" for p in e.errors()]
         raise UsageError(f"{path or 'options'}: {len(lines)} wrong value(s):\n" + "\n".join(lines)) from None
+    mode = flags.get("transform", {}).get("mode")
+    if mode is not None and recipe.transform.resize is None:  # in a file it may wait for a --resize
+        raise UsageError(f"--mode {mode} says how to resize: give --resize too, such as --resize 640")
+    return recipe
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

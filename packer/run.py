@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from loaders.format import Manifest, SourceEntry
 from packer.engines import Engine, TaskFunction
 from packer.findings import Findings
 from packer.job import DIGEST_BYTES, Job, Remarks, Spec, sizes_differ
+from packer.near_duplicates import near_duplicate_findings
 from packer.plan import (
     SAMPLE_OVERHEAD_BYTES,
     Sizing,
@@ -36,6 +37,8 @@ from packer.records import job_files, load_record, sync_shard
 from packer.remarks import duplicate_findings, remark_findings, same_files
 from packer.sample import Finding, Listing, PackError, Source, UsageError
 from packer.sources import detect, open_source
+from packer.sources.tree import case_twins
+from packer.transcode import program_version
 from packer.transforms import Resize
 from packer.work import Chunk, Context, chunks, describe_task, digest_chunk, pack_job, scan_chunk, survey
 
@@ -104,27 +107,35 @@ class Run:
     console: Console
     findings: Findings
     engine: Engine
-    versions: Mapping[str, str] = field(default_factory=lambda: tool_versions())
+    versions: Mapping[str, str]
 
     def map(self, function: TaskFunction, context: Context, tasks: Sequence[Any], title: str) -> Iterator[tuple[int, Any]]:
         total = sum(len(t.items) for t in tasks)
         with self.console.progress(title, total) as advance:
             yield from self.engine.map(function, context, tasks, describe=describe_task, on_progress=advance)
 
-    def remark(self, plan: Plan, remarks: Remarks, digests: Digests) -> None:
-        """Findings that only the whole data set can give."""
+    def remark(self, plan: Plan, remarks: Remarks, digests: Digests, hashes: NDArray[np.uint8] | None = None) -> None:
+        """Findings that only the whole data set can give; `hashes` uint8 [N, HASH_BYTES] by key, to look for near-duplicates."""
         split_of: list[str | None] = [None] * len(plan.listing.items)
         for job in plan.jobs:
             for key in job.keys:
                 split_of[key] = job.split
         for finding in duplicate_findings(plan.listing, split_of, digests.array, same_files(plan.source.root)):
             self.findings.add(finding)
+        if hashes is not None:
+            self.console.say("  comparing pictures for near-duplicates")
+            for finding in near_duplicate_findings(plan.listing, split_of, digests.array, hashes):
+                self.findings.add(finding)
         for finding in remark_findings(plan.listing, plan.kind, plan.source, plan.spec, remarks):
             self.findings.add(finding)
 
 
-def tool_versions() -> dict[str, str]:
-    """Versions that the bytes of an encoded image, or an accepted one, may depend on."""
+def tool_versions(recipe: Recipe) -> dict[str, str]:
+    """Versions that the bytes of an encoded image, or an accepted one, may depend on.
+
+    Raises:
+        UsageError: the recipe needs a program that is not there.
+    """
     packages = {
         "shardpack": "shardpack",
         "numpy": "numpy",
@@ -132,7 +143,8 @@ def tool_versions() -> dict[str, str]:
         "pillow": "pillow",
         "simplejpeg": "simplejpeg",
     }
-    return {name: importlib.metadata.version(package) for name, package in packages.items()}
+    versions = {name: importlib.metadata.version(package) for name, package in packages.items()}
+    return {**versions, "jpegtran": program_version()} if recipe.output.restart_grid == "lossless" else versions
 
 
 def make_plan(run: Run) -> Plan | None:
@@ -161,6 +173,10 @@ def make_plan(run: Run) -> Plan | None:
     names = _scan(run, source, listing)
     if listing.classes is None:
         listing.classes = sorted(set().union(*names))
+    twins = [] if kind == "folder" else [", ".join(map(repr, group)) for group in case_twins(listing.classes)]
+    if twins:
+        message = f"classes {'; '.join(twins[:5])} differ by upper and lower case only (or by Unicode form); all are kept"
+        run.findings.add(Finding("warning", "case-twins", ".", message, count=len(twins)))
     spec = _spec(run.recipe, listing)
     splits = _splits(run, listing, names)
     sizing, num_bytes = _sizing(run, Context(spec, source, None, run.versions), listing)
@@ -188,6 +204,7 @@ def _spec(recipe: Recipe, listing: Listing) -> Spec:
         transform=transform,
         image=o.image,
         quality=o.quality,
+        subsampling=o.subsampling,
         restart_grid=o.restart_grid,
         dtype=o.dtype,
         normalize=o.normalize,
@@ -278,6 +295,8 @@ def heading_of(run: Run, plan: Plan, image_parts: Sequence[str], fingerprint: st
     recipe = run.recipe
     options = recipe.source.model_dump(mode="json", exclude_defaults=True, exclude={"kind", "classes"})
     output = recipe.output.model_dump(mode="json", exclude_none=True)
+    if recipe.output.subsampling == "420":  # what every pack has that was made before there was a choice
+        del output["subsampling"]
     if plan.spec.layout == "tar":
         output["image_parts"] = list(image_parts)
     if recipe.split.shares and not plan.listing.has_splits:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from loaders.format import INDEX_DIR, MANIFEST_NAME, README_NAME, FormatError, Manifest, open_index, read_manifest
+import numpy as np
+
+from loaders.format import (
+    FINDINGS_NAME,
+    INDEX_DIR,
+    MANIFEST_NAME,
+    README_NAME,
+    FormatError,
+    Index,
+    Manifest,
+    index_path,
+    open_index,
+    read_manifest,
+)
 from packer.engines import Engine, Tick
-from packer.outdir import known_files
+from packer.outdir import holds_packed_files, is_ours, known_files
 from packer.problems import REBUILD, Problem, ShardTask, VerifyContext, file_problems
 from packer.records import PARTIAL_DIR
 from packer.sample import PackError
@@ -32,8 +47,13 @@ def verify(root: Path, engine: Engine, *, quick: bool, progress: Progress) -> li
     try:
         manifest = read_manifest(root)
     except FormatError as e:
-        return [Problem("error", "bad-manifest", MANIFEST_NAME, str(e))]
-    problems = [*_stray_files(root, manifest), *_covered_files(root, manifest, quick), *_index_opens(root, manifest)]
+        return [Problem("error", "bad-manifest", MANIFEST_NAME, str(e) + _way_out(root))]
+    problems = [
+        *_not_covered(manifest),
+        *_stray_files(root, manifest),
+        *_covered_files(root, manifest, quick),
+        *_index_opens(root, manifest),
+    ]
     tasks = _tasks(manifest)
 
     def describe(task: ShardTask, position: int) -> str:
@@ -68,17 +88,74 @@ def verify_shard(context: VerifyContext, task: ShardTask, tick: Tick) -> list[Pr
     return problems
 
 
+def _way_out(root: Path) -> str:
+    """What to do about a manifest that is of no use: nothing else says what the folder held."""
+    if os.path.lexists(root / MANIFEST_NAME):
+        return "; bring the file back, or pack build --overwrite packs all of it anew"
+    if is_ours(root):
+        return "; the same pack build command again goes on from there"
+    lost = "; bring the file back, or move the folder away and let pack build pack all of it anew"
+    return lost if holds_packed_files(root) else ""
+
+
+def _not_covered(manifest: Manifest) -> Iterator[Problem]:
+    """Files that every data set has, and that nothing would vouch for."""
+    needed = [FINDINGS_NAME, *(index_path(split, "samples") for split in manifest.splits)]
+    if manifest.layout == "tar":
+        needed += [shard.path + ".idx" for split in manifest.splits.values() for shard in split.shards]
+    for name in sorted(set(needed) - manifest.files.keys()):
+        yield Problem("error", "bad-manifest", MANIFEST_NAME, f"files does not list {name}")
+
+
 def _covered_files(root: Path, manifest: Manifest, quick: bool) -> Iterator[Problem]:
     for name, entry in sorted(manifest.files.items()):
-        yield from file_problems(root, name, entry.num_bytes, None if quick else entry.sha256)
+        problems = list(file_problems(root, name, entry.num_bytes, None if quick else entry.sha256))
+        yield from problems
+        if name == FINDINGS_NAME and not problems and not quick:
+            yield from _finding_counts(root, manifest)
+
+
+def _finding_counts(root: Path, manifest: Manifest) -> Iterator[Problem]:
+    """The manifest's numbers of findings against the lines of the file."""
+    said = manifest.findings.model_dump()
+    found: Counter[str] = Counter()
+    with (root / FINDINGS_NAME).open("rb") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                level = json.loads(line)["level"]
+                if level not in said:
+                    raise ValueError(f"level {level!r:.100}")
+            except (ValueError, KeyError, TypeError, RecursionError) as e:
+                yield Problem("error", "wrong-count", FINDINGS_NAME, f"line {number} is no finding: {e or type(e).__name__}{REBUILD}")
+                return
+            found[level] += 1
+    for level, count in said.items():
+        if found[level] != count:
+            text = f"{found[level]:,} findings of level {level}, the manifest says {count:,}"
+            yield Problem("error", "wrong-count", FINDINGS_NAME, text + REBUILD)
 
 
 def _index_opens(root: Path, manifest: Manifest) -> Iterator[Problem]:
     for split in sorted(manifest.splits):
         try:
-            open_index(root, manifest, split)
+            index = open_index(root, manifest, split)
         except FormatError as e:
             yield Problem("error", "bad-index", f"{INDEX_DIR}/{split}", str(e) + REBUILD)
+        else:
+            yield from _unknown_class(manifest, split, index)
+
+
+def _unknown_class(manifest: Manifest, split: str, index: Index) -> Iterator[Problem]:
+    """A class id that has no name in the manifest."""
+    if manifest.task == "unlabelled":
+        return
+    name, labels = ("labels", index.labels) if manifest.task == "detection" else ("samples", index.samples["label"])
+    if labels is None or not len(labels):
+        return
+    lowest, highest = int(np.min(labels)), int(np.max(labels))
+    if lowest < 0 or highest >= len(manifest.classes):
+        text = f"class ids {lowest} to {highest}, the manifest names {len(manifest.classes):,} classes"
+        yield Problem("error", "bad-index", index_path(split, name), text + REBUILD)
 
 
 def _stray_files(root: Path, manifest: Manifest) -> Iterator[Problem]:

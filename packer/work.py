@@ -35,7 +35,7 @@ from packer.sample import Finding, Item, PackError, Source
 @dataclass(frozen=True, slots=True)
 class Context:
     """What every worker is given once. `partial` is None when nothing is to be written (`pack check`); `num_bytes` is about how many
-    bytes all shards will hold.
+    bytes all shards will hold. `hashes`: `check_job` takes perceptual hashes.
     """
 
     spec: Spec
@@ -43,6 +43,7 @@ class Context:
     partial: Path | None
     versions: Mapping[str, str]
     num_bytes: int = 0
+    hashes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _disk_full(partial: Path, num_bytes: int) -> str:
 def check_job(context: Context, job: Job, tick: Tick) -> JobResult:
     """Everything that packing would look at, with nothing encoded or written."""
     cv2.setNumThreads(1)
-    return run_job(context.spec, context.source, job, None, tick)
+    return run_job(context.spec, context.source, job, None, tick, hashes=context.hashes)
 
 
 @dataclass(frozen=True, slots=True)

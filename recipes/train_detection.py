@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from demo import open_packed
 from loaders.batches import BatchLoader
 from loaders.collate import collate_indexed
+from loaders.faults import SampleError
 from loaders.format import FormatError
 
 STRIDE = 8
@@ -58,13 +59,14 @@ def targets(boxes: Tensor, labels: Tensor, shape: torch.Size) -> tuple[Tensor, T
         heat float32 [B, C, h, w] with a Gaussian at each box centre; `where` int64 [T, 3] (picture, row, column) of the centres' cells;
         values float32 [T, 4] (dx, dy, log w, log h).
     """
-    heat = torch.zeros(shape)
+    device = boxes.device
+    heat = torch.zeros(shape, device=device)
     picture = boxes[:, 0].long()
     corners = boxes[:, 1:] / STRIDE
     centre, size = (corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]
-    limit = torch.tensor([shape[3] - 1, shape[2] - 1])
+    limit = torch.tensor([shape[3] - 1, shape[2] - 1], device=device)
     cell = torch.minimum(centre.floor().long(), limit)
-    y, x = torch.arange(shape[2]), torch.arange(shape[3])
+    y, x = torch.arange(shape[2], device=device), torch.arange(shape[3], device=device)
     for i, (column, row) in enumerate(cell.tolist()):
         spread = 2 * (size[i] / 6).clamp(min=0.5) ** 2
         peak = torch.exp(-((y - row) ** 2) / spread[1])[:, None] * torch.exp(-((x - column) ** 2) / spread[0])
@@ -87,9 +89,16 @@ def detection_loss(heat: Tensor, box: Tensor, boxes: Tensor, labels: Tensor) -> 
 
 
 def train(data: Path, epochs: int, batch_size: int, max_steps: int | None = None) -> list[float]:
-    """Train on the train split and print each epoch's mean loss and rate; returns the loss of every step."""
+    """Train on the train split and print each epoch's mean loss and rate; returns the loss of every step.
+
+    Raises:
+        ValueError: the data has no boxes, or makes no batches.
+        SampleError: a sample is damaged.
+    """
     torch.manual_seed(0)
     dataset = open_packed(data, "train")
+    if dataset.task != "detection":
+        raise ValueError(f"{data}: the task is {dataset.task}, and this trains on boxes: pack a source with boxes (VOC, or a CSV of them)")
     model = Detector(len(dataset.classes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses: list[float] = []
@@ -123,7 +132,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         losses = train(args.data, args.epochs, args.batch_size, args.max_steps)
-    except (FormatError, ValueError) as e:
+    except (FormatError, SampleError, ValueError) as e:
         print(f"train_detection: {e}", file=sys.stderr)
         return 1
     print(f"loss of the first step {losses[0]:.3f}, of the last {losses[-1]:.3f}")

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -187,16 +184,23 @@ def test_the_state_counts_what_was_received() -> None:
 @given(st.data(), st.integers(20, 80), st.sampled_from(["drop", "pad"]), st.booleans())
 def test_resume_gives_exactly_the_rest(data: st.DataObject, n: int, remainder: Remainder, shuffle: bool) -> None:
     before, after = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    epoch, stop = data.draw(st.integers(0, 2)), data.draw(st.integers(0, n // before - 1))
-    ranks, seed = data.draw(st.integers(1, 2)), data.draw(st.integers(-3, 3))
-    first = BatchLoader(MemoryDataset(n), before, shuffle, seed, workers=2, remainder=remainder)
-    first.set_epoch(epoch)
-    received = [i for _, batch in zip(range(stop), first, strict=False) for i in batch["index"].tolist()]
-    state = first.state_dict()
-    first.close()
+    world_size, ranks, seed = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3)), data.draw(st.integers(-3, 3))
+    epoch, stop = data.draw(st.integers(0, 2)), data.draw(st.integers(0, n // (before * world_size) - 1))
+    received: list[int] = []
+    states = []
+    for rank in range(world_size):
+        options: dict[str, Any] = {"remainder": remainder, "rank": rank, "world_size": world_size}
+        with BatchLoader(MemoryDataset(n), before, shuffle, seed, workers=2, **options) as first:
+            first.set_epoch(epoch)
+            received += [i for _, batch in zip(range(stop), first, strict=False) for i in batch["index"].tolist()]
+            states.append(first.state_dict())
+    state = states[0]
+    assert states == [state] * world_size
 
     got = list(received)
     expected = Order(n, seed, epoch, shuffle)[:].tolist()
+    if remainder == "drop" and n < after * ranks:
+        return  # no such loader
     for rank in range(ranks):
         second = BatchLoader(MemoryDataset(n), after, shuffle, workers=1, remainder=remainder, rank=rank, world_size=ranks)
         second.load_state_dict(state)
@@ -371,6 +375,66 @@ def test_a_part_of_a_batch_keeps_its_content() -> None:
         assert (image == index % 251).all()
 
 
+HELD = ("batch", "image", "row", "view of a view", "numpy view", "storage", "box tensor", "labels", "key", "value", "two parts")
+
+
+def as_float(sample: dict[str, Any], _: object) -> dict[str, Any]:
+    return {**sample, "image": sample["image"].astype(np.float32) / 2}
+
+
+def held_parts(batch: dict[str, Any]) -> dict[str, Any]:
+    """Ways to hold on to a batch, from all of it to one value."""
+    return {
+        "batch": batch,
+        "image": batch["image"],
+        "row": batch["image"][3],
+        "view of a view": batch["image"].permute(0, 2, 3, 1)[1:, ..., 0].reshape(-1)[2:],
+        "numpy view": batch["image"].numpy()[0],
+        "storage": batch["image"].untyped_storage(),
+        "box tensor": batch["boxes"][-1],
+        "labels": batch["labels"][1:],
+        "key": batch["key"],
+        "value": batch["index"][0],
+        "two parts": [batch["image"][2], batch["difficult"][0]],
+    }
+
+
+def content(held: Any) -> list[bytes]:
+    """Every value of what is held, as it is now."""
+    if isinstance(held, dict | list):
+        return [data for value in (held.values() if isinstance(held, dict) else held) for data in content(value)]
+    array = np.array(held.tolist(), np.uint8) if isinstance(held, torch.UntypedStorage) else np.asarray(held)
+    return [array.tobytes()]
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=15)
+@given(
+    st.sampled_from(["plain", "transform", "float"]),
+    st.integers(0, 4),
+    st.lists(st.tuples(st.sampled_from([None, *HELD]), st.integers(0, 12)), min_size=15, max_size=40),
+)
+def test_what_is_held_of_a_batch_never_changes(kind: str, workers: int, pattern: list[tuple[str | None, int]]) -> None:
+    """Each batch is dropped, or a part of it is held for some batches, while the loader goes on and uses memory again."""
+    change = {"plain": None, "transform": lambda sample, _: sample, "float": as_float}[kind]
+    loader = BatchLoader(MemoryDataset(160, "detection", transform=change), 8, workers=workers)
+    holding: list[tuple[int, Any, Any]] = []  # until when, what, its content when it came
+    batches = (batch for _ in range(2) for batch in loader)
+    for number, (part, span) in enumerate(pattern):
+        batch = next(batches)
+        if part is not None:
+            held = held_parts(batch)[part]
+            holding.append((number + span, held, content(held)))
+        del batch
+        for until, held, before in holding:
+            assert until > number or content(held) == before
+        holding = [entry for entry in holding if entry[0] > number]
+    batches.close()
+    loader.close()
+    for _, held, before in holding:
+        assert content(held) == before
+
+
 def test_closing_leaves_held_batches_valid() -> None:
     loader = BatchLoader(MemoryDataset(40), 8)
     batch = next(iter(loader))
@@ -459,38 +523,6 @@ def test_replacement_keeps_boxes_with_their_image(tmp_path: Path) -> None:
     assert rows(batches) == [[1, 1, 2, 3], [4, 5, 6, 7]]
     for batch in batches:
         check(packed, batch)
-
-
-@pytest.mark.slow
-def test_two_processes_train_and_resume_on_one(tmp_path: Path) -> None:
-    packed = write_packed(tmp_path / "out", "memmap", "classification", counts=(20, 21))
-    code = """
-import json, sys, torch
-from loaders.batches import BatchLoader
-from loaders.memmap import MemmapDataset
-root, rank, meeting = sys.argv[1:]
-torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
-loader = BatchLoader(MemmapDataset(root), 4, workers=1)
-got = [batch["index"].tolist() for _, batch in zip(range(3), loader)]
-print(json.dumps([got, loader.state_dict()]))
-torch.distributed.destroy_process_group()
-"""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(packed.root), str(rank), str(tmp_path / "meeting")],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent.parent,
-        )
-        for rank in range(2)
-    ]
-    results = [json.loads(run.communicate(timeout=100)[0].splitlines()[-1]) for run in runs]
-    assert results[0][1] == results[1][1]
-    assert results[0][1]["samples_seen"] == 24
-    loader = BatchLoader(MemmapDataset(packed.root), 5, remainder="pad")
-    loader.load_state_dict(results[0][1])
-    got = [*chain(*results[0][0], *results[1][0]), *valid_rows(loader)]
-    assert sorted(got) == list(range(41))
 
 
 @pytest.mark.parametrize("given", [{"rank": 1}, {"world_size": 2}])

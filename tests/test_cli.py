@@ -20,7 +20,7 @@ from packer import cli, info, verify
 from packer.recipe import Recipe
 from packer.run import Outcome
 
-COMMANDS = ["build", "check", "verify", "info"]
+COMMANDS = ("build", "check", "verify", "info", "bench")
 
 
 def run(*args: object) -> Result:
@@ -178,6 +178,22 @@ class TestBuild:
         assert (o.format, o.quality, o.seed, o.shuffle, o.dtype, o.shard_size) == ("memmap", 50, 7, False, "float16", 1 << 30)
         assert (o.normalize, o.restart_grid, o.image) == (((0.5, 0.5, 0.5), (0.1, 0.2, 0.3)), False, "keep")
         assert (recipe.run.workers, recipe.run.on_error, recipe.run.max_skip) == (3, "skip", 0.02)
+
+    @pytest.mark.parametrize(
+        ("flags", "grid"),
+        [
+            ((), True),
+            (("--restart-grid", "on"), True),
+            (("--restart-grid", "off"), False),
+            (("--no-restart-grid",), False),
+            (("--restart-grid", "lossless"), "lossless"),
+        ],
+    )
+    def test_restart_grid(self, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], grid: object) -> None:
+        seen: list[Recipe] = []
+        monkeypatch.setattr(build_module, "build", lambda *args, **_: seen.append(args[2]) or Outcome(True, ""))
+        assert run("build", "a", "b", "--subsampling", "444", *flags).exit_code == 0
+        assert (seen[0].output.restart_grid, seen[0].output.subsampling) == (grid, "444")
 
     def test_says_what_it_did(self, make_voc: Callable[..., Path], tmp_path: Path) -> None:
         result = run("build", make_voc(10), tmp_path / "out", "--workers", 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +279,30 @@ class TestIndex:
         sign_manifest(root, raw)
         with pytest.raises(FormatError, match="restarts and restart_offsets do not fit together"):
             open_index(root, read_manifest(root), "train")
+
+
+def test_many_threads_open_arrays_at_a_time(tmp_path: Path) -> None:
+    """NumPy's own reader fails here now and then under CPython 3.11, see `loaders.npy`."""
+    np.save(tmp_path / "a.npy", np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
+    np.save(tmp_path / "b.npy", np.zeros(5, SAMPLE_DTYPE))
+
+    def read(_: int) -> int:
+        return int(open_array(tmp_path / "a.npy").sum()) + len(open_array(tmp_path / "b.npy", SAMPLE_DTYPE))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(read, range(2000))) == {276 + 5}
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("dtype", ["|u1", "<i8", "<f2", "<f4", "|S17", "<f8", SAMPLE_DTYPE])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (1, 2, 3, 4)])
+def test_every_header_that_numpy_writes(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, dtype)
+    np.save(tmp_path / "a.npy", array)
+    found = open_array(tmp_path / "a.npy", array.dtype)
+    assert found.shape == shape
+    assert found.dtype == array.dtype

@@ -337,8 +337,8 @@ def test_a_jpeg_of_endless_scans_is_refused_quickly() -> None:
     ("data", "code", "said"),
     [
         (b"", "empty-file", "empty (0 bytes)"),
-        (b"\0" * 50, "unsupported-image", "00 00 00 00"),
-        (b"hello", "unsupported-image", "68 65 6C 6C 6F"),
+        (b"\0\3\1" * 20, "unsupported-image", "00 03 01 00"),
+        (b"hello", "unsupported-image", "a text that begins with 'hello'"),
         (b"\0\0\0\x18ftypheic" + bytes(20), "unsupported-image", "HEIC"),
         (b"<!DOCTYPE html><html>", "unsupported-image", "HTML"),
         (b"version https://git-lfs.github.com/spec/v1", "unsupported-image", "git lfs pull"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,13 +18,15 @@ READ_SIDE = ("loaders.format", "loaders.codecs", "loaders.jpeg", "loaders.sampli
 # A module may import what stands in the row of its longest matching prefix: those modules and everything below them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "loaders": ("loaders",),
-    "loaders.format": (),
+    "loaders.npy": (),
+    "loaders.format": ("loaders.npy",),
     "loaders.sampling": ("loaders.format",),
     "loaders.jpeg": ("loaders.format",),
     "loaders.codecs": ("loaders.format", "loaders.jpeg"),
     "packer": ("packer", *READ_SIDE),
     "packer.sample": ("loaders.format",),
-    "packer.sources": ("packer.sample", "packer.sources", "loaders.format"),
+    "packer.content": (),
+    "packer.sources": ("packer.sample", "packer.sources", "packer.content", "loaders.format"),
     "packer.transforms": ("packer.sample", "loaders.format"),
     "packer.writers": ("packer.sample", "packer.writers", *READ_SIDE),
     "packer.engines": ("packer.sample", "packer.engines", "packer.work"),  # work: named, for preloading in workers
@@ -37,8 +40,9 @@ PLUGINS = {
     "packer.writers": ("tar", "memmap"),
     "packer.engines": ("local", "ray"),
 }
-NEVER_IMPORTED = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-NEVER_CALLED = {"eval", "exec", "os.system", "os.popen", "os.execv", "os.execvp", "os.spawnl", "subprocess.getoutput", "torch.load"}
+NEVER_IMPORTED = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "code", "pty", "imp"}
+NEVER_CALLED = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "subprocess.getoutput", "subprocess.getstatusoutput"}
+NEVER_CALLED |= {f"os.{name}" for name in dir(os) if name.startswith(("exec", "spawn", "posix_spawn")) or name in ("system", "popen")}
 WITHOUT_TORCH = ("loaders.format", "loaders.codecs", "loaders.jpeg", "loaders.sampling", "packer.cli")
 
 

@@ -133,6 +133,7 @@ def test_kill_in_the_middle(large: Large, running: Callable[..., Running], tmp_p
     assert [build.deaf(pid) for pid in (build.process.pid, server, *build.workers())] == [False, True, True, True]
     build.process.kill()
     build.finish()  # the workers and the fork server end by themselves
+    assert list(build.temp.iterdir()) == []
     assert not (out / "manifest.json").exists()
     kept = records(out)
     console = Recorder()

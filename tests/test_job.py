@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from image_data import exif, picture, png_chunk, png_of, save, tiff_of, webp_with_exif, with_exif
 from loaders.codecs import decode_image
-from loaders.jpeg import restart_offsets
+from loaders.jpeg import parse_header, restart_offsets
 from packer.images import probe
 from packer.job import (
     DIGEST_BYTES,
@@ -236,6 +236,16 @@ def test_a_jpeg_made_anew_has_the_restart_grid_unless_told_otherwise(make: Calla
     data = save(picture(200, 300), "PNG")
     sample = made(make(data, replace(TAR, image="jpg", restart_grid=grid)))
     assert (len(restart_offsets(sample.encoded or b"")) > 0) == grid
+
+
+@pytest.mark.parametrize(("subsampling", "luma"), [("420", (2, 2)), ("444", (1, 1))])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_subsampling_of_a_jpeg_made_anew(make: Callable[..., Made], subsampling: Any, luma: tuple[int, int], mode: str) -> None:
+    data = save(Image.fromarray(picture(70, 256)).convert(mode), "PNG")
+    encoded = made(make(data, replace(TAR, image="jpg", quality=95, subsampling=subsampling))).encoded or b""
+    header = parse_header(encoded)
+    assert [(c.horizontal, c.vertical) for c in header.components] == [luma, (1, 1), (1, 1)]  # gray as three equal channels
+    assert header.grid == ((5, 4) if subsampling == "420" else (9, 4))
 
 
 def test_quality_counts(make: Callable[..., Made]) -> None:

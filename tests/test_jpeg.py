@@ -83,13 +83,14 @@ def test_interval_is_the_first_that_divides_the_row() -> None:
     assert restart_interval(144, "420") == 3
     assert restart_interval(14 * 16, "420") == 7
     assert restart_interval(11 * 16, "420") == 11  # prime: the whole row
+    assert restart_interval(512, "444") == 8  # 64 MCUs of 8 pixels
     assert restart_interval(11 * 16, "444") == 2  # 22 MCUs
     assert restart_interval(1, "420") == 1
 
 
 def test_grid_of_the_header() -> None:
     assert parse_header(encode_image(picture(100, 128), "jpg")).grid == (7, 2)  # 8 MCUs a row, 4 to a cell
-    assert parse_header(encode_image(picture(100, 128), "jpg", subsampling="444")).grid == (13, 4)
+    assert parse_header(encode_image(picture(100, 128), "jpg", subsampling="444")).grid == (13, 2)  # 16 MCUs, 8 to a cell
     assert parse_header(encode_image(picture(17, 16 * 13), "jpg")).grid == (2, 1)  # a prime number of MCUs: whole rows
     assert parse_header(encode_image(picture(1, 1), "jpg")).grid == (1, 1)
     assert parse_header(encode_image(picture(100, 128), "jpg", restart_grid=False)).grid == (0, 0)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from loaders.advice import advise
 from loaders.batches import BatchLoader, default_workers
-from loaders.device import DevicePrefetcher
 from loaders.memmap import MemmapDataset
 from loaders.monitor import Monitor, Summary, num_samples
+from loaders.prefetch import DevicePrefetcher
 from packed_data import write_packed
 
 
@@ -63,6 +63,18 @@ def test_waiting_and_working_are_told_apart() -> None:
     assert summary.first_s >= 0.004
     assert summary.rss_bytes > 10_000_000
     assert summary.cpu_share >= 0
+
+
+def test_starting_the_loader_counts_as_waiting() -> None:
+    class Starting:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            time.sleep(0.02)  # as a DataLoader starts its workers
+            return iter([torch.zeros(1)] * 2)
+
+    monitor = quiet(Starting())
+    for _ in monitor:
+        pass
+    assert finished(monitor).first_s >= 0.02
 
 
 def test_processor_time_of_this_process_counts() -> None:

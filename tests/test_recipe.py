@@ -129,6 +129,15 @@ def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
         ("[output]\nshard_samples = 0", "[output] shard_samples: Input should be greater than or equal to 1, found 0"),
         ("[output]\nseed = -1", "[output] seed: Input should be greater than or equal to 0, found -1"),
         ("[output]\nseed = 9223372036854775808", "[output] seed: Input should be less than 9223372036854775808"),
+        (
+            '[output]\nrestart_grid = "lossless"\nimage = "jpg"',
+            "[output]: restart_grid lossless belongs to format tar and image keep, where JPEGs keep their pixels",
+        ),
+        (
+            '[output]\nrestart_grid = "lossless"\n[transform]\nresize = 640',
+            "recipe: restart_grid lossless and resize exclude each other: a resized picture is encoded anew, grid included",
+        ),
+        ('[output]\nsubsampling = "411"', "[output] subsampling: Input should be '420' or '444', found '411'"),
         ('[output]\ndtype = "float32"', "[output]: dtype and normalize belong to format memmap; a tar holds encoded images"),
         ('[output]\nformat = "memmap"\nimage = "jpg"', "[output]: image belongs to format tar; a memmap holds decoded pixels"),
         ("[run]\nworkers = 0", "[run] workers: Input should be greater than or equal to 1, found 0"),

@@ -28,6 +28,11 @@ def welding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("make_welding_v2")
 
 
+def test_the_drawing_in_the_readme_is_what_its_recipe_draws(tmp_path: Path) -> None:
+    assert run("draw_grid.py", tmp_path / "grid.svg").returncode == 0
+    assert (tmp_path / "grid.svg").read_text() == (RECIPES.parent / "docs" / "restart-grid.svg").read_text()
+
+
 def run(script: str, *args: object) -> subprocess.CompletedProcess[str]:
     # One thread: torch's pool spins when the cores are busy with other tests.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -212,14 +217,3 @@ def test_reading_recipes_say_what_is_no_packed_data(
     monkeypatch.setattr(sys, "argv", [script, *args])
     assert importlib.import_module(script).main() == 1
     assert f"{script}: {tmp_path / 'manifest.json'}: not found" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_pack_rate_prints_both_workloads(welding: ModuleType, tmp_path: Path) -> None:
-    welding.make(tmp_path / "raw", welding.Options(num=24, size=(320, 240)))
-    done = run("pack_rate.py", "--data", tmp_path / "raw", "--workers", 1, "--rounds", 1)
-    assert done.returncode == 0, done.stderr
-    for name in ("keep", "resize"):
-        assert re.search(rf"round 0, {name}: build \d", done.stdout)
-        assert re.search(rf"│ {name} +│", done.stdout)
-    assert len(list((tmp_path / "raw/images").iterdir())) == 24

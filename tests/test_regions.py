@@ -113,6 +113,73 @@ def test_tensors_of_regions_stay_what_they_are(packed: Packed) -> None:
             assert all(torch.equal(image.permute(1, 2, 0), e) for image, e in zip(images, expected, strict=True))
 
 
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+class Mosaic(Recording):
+    """Loads other samples of `ds` while those around its own are under way."""
+
+    ds: PackedDataset
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        sample = super().__call__(sample, rng)
+        others = self.ds.load_many([((sample["index"] + k) % len(self.ds), 7) for k in (1, 2)])
+        return {**sample, "others": [int(other["image"].sum()) for other in others]}
+
+
+@pytest.mark.parametrize("kind", ["regions", "plain", "mosaic"])
+def test_many_are_as_one_by_one(packed: Packed, kind: str) -> None:
+    transform = Mosaic() if kind == "mosaic" else Recording()
+    transform.ds = open_set(packed, transform=Recording())
+    ds = open_set(packed, transform=transform if kind != "plain" else lambda sample, rng: {**sample, "noise": int(rng.integers(1 << 40))})
+    keys = [(int(i), epoch) for epoch in (3, None) for i in np.random.default_rng(0).integers(-len(ds), len(ds), 9)]
+    expected = [ds.load(*key) for key in keys]
+    for one, other in zip(expected, ds.load_many(keys), strict=True):
+        same(one, other)
+    for one, other in zip(expected[:3], ds.load_many(keys), strict=False):  # and given up on the way
+        same(one, other)
+
+
+@pytest.mark.parametrize("damage", ["entropy-coded", "markers", "cut short"])
+def test_damage_among_many_is_told_in_its_place(tmp_path: Path, damage: str) -> None:
+    packed = write_packed(tmp_path / "out", counts=(10,), grid=(True,), sizes=((97, 131),))
+    ds = ShardDataset(packed.root, transform=Sized((0, 0, 97, 131), None))
+    good = [ds.load(i) for i in range(10)]
+    bad = 9 if damage == "cut short" else 6
+    row, cells = ds._index.samples[bad], ds._index.cells(bad)
+    assert cells is not None
+    at = int(row["image_offset"]) + int(cells[2])
+    with packed.shard(0).open("r+b") as shard:  # the same file, which is open already
+        if damage == "cut short":
+            shard.truncate(at)
+        else:
+            shard.seek(at - 2 if damage == "markers" else at)
+            shard.write(b"\xff\xda" if damage == "markers" else b"\xff\xd9" * 4)
+    many = ds.load_many([(i, None) for i in range(10)])
+    for one in good[:bad]:
+        same(one, next(many))
+    with pytest.raises(SampleError, match=f"sample {int(row['key']):09d}"):
+        next(many)
+
+
+def test_a_damaged_one_of_many_is_replaced_as_one_by_one(tmp_path: Path) -> None:
+    packed = write_packed(tmp_path / "out", counts=(10,), grid=(True,), sizes=((97, 131),))
+    row = ShardDataset(packed.root)._index.samples[4]
+    data, start = bytearray(packed.shard(0).read_bytes()), int(row["image_offset"])
+    data[start + int(row["image_size"]) // 2 : start + int(row["image_size"])] = bytes(int(row["image_size"]) - int(row["image_size"]) // 2)
+    packed.shard(0).write_bytes(data)
+    ds = ShardDataset(packed.root, transform=Recording(), on_error="replace")
+    with pytest.warns(UserWarning, match="replaced"):
+        expected = [ds.load(i, 2) for i in range(10)]
+    assert [sample["index"] for sample in expected] != list(range(10))
+    for one, other in zip(expected, ds.load_many([(i, 2) for i in range(10)]), strict=True):
+        same(one, other)
+    assert ds.num_replaced == 2
+
+
 def test_a_plain_transform_has_the_whole_picture_and_no_view(packed: Packed) -> None:
     def look(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         del rng

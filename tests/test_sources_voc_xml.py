@@ -161,7 +161,7 @@ def test_all_faults_are_told_once_per_kind(tmp_path: Path) -> None:
 
 def test_only_direct_children_count(tmp_path: Path) -> None:
     part = "<part><name>tip</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>2</xmax><ymax>2</ymax></bndbox></part>"
-    a = good(tmp_path, voc_xml("<parts>" + voc_object("inner") + "</parts>", voc_object(extra=part + part), "<segmented>0</segmented>"))
+    a = good(tmp_path, voc_xml("<parts><name>inner</name></parts>", voc_object(extra=part + part), "<segmented>0</segmented>"))
     assert a.labels == ["crack"]
     assert a.boxes.tolist() == [[11, 9, 30, 24]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from build_data import Recorder, change_byte, pack, read_json, run_build, sign_m
 from conftest import CLASSES, picture, save, voc_xml
 from loaders.format import FormatError, sha256_file
 from packer.engines.local import LocalEngine
+from packer.outdir import open_partial
 from packer.problems import Problem, as_json, as_line
 from packer.sample import PackError
 from packer.verify import verify
@@ -294,6 +296,39 @@ class TestWholeFiles:
         assert name in {p.path for p in errors(root)}
 
 
+class TestWayOut:
+    """What the message says to do about a manifest that is of no use."""
+
+    def said(self, root: Path) -> str:
+        [found] = errors(root)
+        assert (found.code, found.path) == ("bad-manifest", "manifest.json")
+        return found.message
+
+    def test_damaged(self, copy: Callable[[str], Path]) -> None:
+        root = copy("tar")
+        change_byte(root / "manifest.json", 100, 1)
+        assert self.said(root).endswith("; bring the file back, or pack build --overwrite packs all of it anew")
+
+    def test_lost(self, copy: Callable[[str], Path]) -> None:
+        root = copy("tar")
+        (root / "manifest.json").unlink()
+        assert self.said(root).endswith("; bring the file back, or move the folder away and let pack build pack all of it anew")
+
+    def test_unfinished(self, tmp_path: Path) -> None:
+        open_partial(tmp_path)
+        assert self.said(tmp_path).endswith("; the same pack build command again goes on from there")
+        shutil.rmtree(tmp_path / ".partial")
+        assert "again" not in self.said(tmp_path)
+
+    def test_folder_in_a_files_place(self, copy: Callable[[str], Path]) -> None:
+        root = copy("tar")
+        (root / "findings.jsonl").unlink()
+        (root / "findings.jsonl").mkdir()
+        [found] = errors(root)
+        assert found.path == "findings.jsonl"
+        assert found.message == "is a folder where a file belongs; move it away, then the same pack build command again restores the file"
+
+
 class TestQuick:
     @pytest.mark.parametrize("name", ["tar", "memmap"])
     def test_passes_over_changed_content(self, name: str, copy: Callable[[str], Path]) -> None:
@@ -378,6 +413,47 @@ class TestResigned:
         assert (found.code, found.path) == ("index-differs", "train/shard-000000.tar")
         assert "labels differ" in found.message
         assert found.sample is not None
+
+    @pytest.mark.parametrize("name", ["tar", "memmap", "classes"])
+    def test_class_ids_without_a_name(self, name: str, copy: Callable[[str], Path]) -> None:
+        found = self.changed(copy(name), lambda raw: raw["classes"].pop())
+        array = "samples" if name == "classes" else "labels"
+        assert {(p.code, p.path) for p in found} <= {("bad-index", f"index/{split}/{array}.npy") for split in ("train", "val")}
+        assert found
+        assert re.search(r"class ids \d to \d, the manifest names \d classes", found[0].message)
+
+    @pytest.mark.parametrize("level", ["error", "skip", "warning"])
+    def test_numbers_of_findings(self, level: str, copy: Callable[[str], Path]) -> None:
+        def change(raw: dict[str, Any]) -> None:
+            raw["findings"][level] += 1
+
+        [found] = self.changed(copy("tar"), change)
+        assert (found.code, found.path) == ("wrong-count", "findings.jsonl")
+        assert f"findings of level {level}, the manifest says" in found.message
+
+    @pytest.mark.parametrize(
+        "line", [b"x\n", b"[]\n", b'{"code": "x"}\n', b'{"level": "fatal"}\n', b'{"level": []}\n', b"[" * 5000, b"\xff\n"]
+    )
+    def test_findings_that_are_none(self, line: bytes, copy: Callable[[str], Path]) -> None:
+        root = copy("tar")
+        (root / "findings.jsonl").write_bytes(line)
+        resign(root, "findings.jsonl")
+        [found] = errors(root)
+        assert (found.code, found.path) == ("wrong-count", "findings.jsonl")
+        assert found.message.startswith("line 1 is no finding: ")
+
+    def test_shard_size_that_is_not_the_sum_of_its_files(self, copy: Callable[[str], Path]) -> None:
+        def change(raw: dict[str, Any]) -> None:
+            raw["splits"]["train"]["shards"][1]["num_bytes"] += 1
+
+        [found] = self.changed(copy("memmap"), change)
+        assert (found.code, found.path) == ("bad-manifest", "manifest.json")
+        assert "num_bytes of shard train/shard-000001 is" in found.message
+
+    @pytest.mark.parametrize("path", ["findings.jsonl", "index/val/samples.npy", "train/shard-000001.tar.idx"])
+    def test_files_that_nothing_vouches_for(self, path: str, copy: Callable[[str], Path]) -> None:
+        found = self.changed(copy("tar"), lambda raw: raw["files"].pop(path))
+        assert ("bad-manifest", "manifest.json", f"files does not list {path}") in {(p.code, p.path, p.message) for p in found}
 
     @pytest.mark.parametrize(
         "value", [None, True, -1, 2**70, 1.5, "x", "../../etc/passwd", "/etc/passwd", "\ud800", [], [[]], {}, {"a": 1}]
@@ -548,6 +624,7 @@ def resign(root: Path, name: str) -> None:
                 shard |= entry
             elif name.startswith(shard["path"] + "/"):
                 shard["files"][name.rpartition("/")[2]] = entry
+                shard["num_bytes"] = sum(file["num_bytes"] for file in shard["files"].values())
     sign_manifest(root, raw)
 
 

@@ -11,12 +11,14 @@ import errno
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 from packer.engines import TaskFunction
@@ -95,7 +97,8 @@ class _Worker:
         mp.set_forkserver_preload(["packer.work"])
         self.pipe, theirs = mp.Pipe()
         self._position = mp.RawValue("q", 0)
-        self.process: BaseProcess = mp.Process(target=_serve, args=(theirs, self._position, function, context), daemon=True)
+        args = (theirs, self._position, get_temp_dir(), function, context)
+        self.process: BaseProcess = mp.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
         self.number = -1
@@ -169,10 +172,10 @@ def _drive(
 _PLACE = "\0place\0"
 
 
-def _serve(pipe: connection.Connection, position: Any, function: TaskFunction, context: Any) -> None:
-    """A worker's life. It ends when the other side closes the pipe."""
+def _serve(pipe: connection.Connection, position: Any, temporary: str, function: TaskFunction, context: Any) -> None:
+    """A worker's life. It ends when the other side closes the pipe. `temporary` is the folder of the fork server's socket."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # where somebody else had started the fork server
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(temporary,), daemon=True).start()
     gc.freeze()  # modules and context live as long as the worker: not to be looked at again by every collection
 
     def tick(value: int) -> None:
@@ -193,11 +196,15 @@ def _serve(pipe: connection.Connection, position: Any, function: TaskFunction, c
             return
 
 
-def _end_with_parent() -> None:
-    """When the build is killed: an orphan must not write beside the next one. (Its parent by process id is the fork server.)"""
+def _end_with_parent(temporary: str) -> None:
+    """When the build is killed: an orphan must not write beside the next one. (Its parent by process id is the fork server.)
+
+    What the build would have removed at its end is left to the workers then.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+        shutil.rmtree(temporary, ignore_errors=True)
         os._exit(1)
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from packer.sample import PackError, Source, UsageError
 from packer.sources.folder_checks import is_layout_name
 from packer.sources.splits import split_of
-from packer.sources.tree import PICTURE_SUFFIXES, check_root, is_ignored, is_picture, printable, suffix_of
+from packer.sources.tree import PICTURE_SUFFIXES, archive_hint, check_root, is_archive, is_ignored, is_picture, printable, suffix_of
 from packer.sources.voc_xml import root_element
 
 KINDS = {
@@ -30,6 +30,7 @@ _LOOK_DEPTH = 4
 _LOOK_BYTES = 1 << 13
 _XML_PER_FOLDER = 3
 _XML_IN_ALL = 60
+_TABLES_SHOWN = 10
 
 
 def open_source(kind: str, root: Path, options: Mapping[str, Any], classes: list[str] | None) -> Source:
@@ -63,11 +64,12 @@ def _problem(problem: Any, kind: str, known: str) -> str:
 
 
 class _Look(NamedTuple):
-    """What a short look saw: a VOC file, a picture (paths below the root), and whether all was seen."""
+    """What a short look saw: a VOC file, a picture (paths below the root), whether all was seen, and archives."""
 
     voc: str | None
     picture: str | None
     complete: bool
+    archives: tuple[str, ...] = ()
 
 
 def detect(root: Path) -> tuple[str, str]:
@@ -84,8 +86,8 @@ def detect(root: Path) -> tuple[str, str]:
     if table is not None:
         return "csv", table
     if look.picture is None and look.complete:
-        suffixes = " ".join(sorted(PICTURE_SUFFIXES))
-        raise PackError(f"{root}: holds no picture, no VOC XML and no CSV table; pictures are known by their suffix: {suffixes}")
+        suffixes, hint = " ".join(sorted(PICTURE_SUFFIXES)), archive_hint(look.archives)
+        raise PackError(f"{root}: holds no picture, no VOC XML and no CSV table; pictures are known by their suffix: {suffixes}{hint}")
     _check_tables(root)
     return "folder", "there is neither an XML file of Pascal VOC nor a CSV table with columns that are known"
 
@@ -95,7 +97,9 @@ def _check_tables(root: Path) -> None:
     reasons: list[tuple[str, str]] = importlib.import_module(KINDS["csv"][0]).why_not(root)
     if not reasons or _like_classes(root):
         return
-    listed = "".join(f"\n  {path}: {reason}" for path, reason in reasons)
+    listed = "".join(f"\n  {path}: {reason}" for path, reason in reasons[:_TABLES_SHOWN])
+    if len(reasons) > _TABLES_SHOWN:
+        listed += f"\n  and {len(reasons) - _TABLES_SHOWN:,} more"
     raise PackError(
         f"{root}: holds a table that is not recognised, and no class folders:{listed}\n"
         'say in a recipe what the columns are ([source] kind = "csv", columns = {...}); or take --source folder to pack folders as classes'
@@ -122,6 +126,7 @@ def _look(root: Path) -> _Look:
     """Breadth first, in order of names, until a VOC file is seen or the bounds are reached (they also end loops of links)."""
     folders, seen, opened = [""], 0, 0
     picture: str | None = None
+    archives: list[str] = []
     for folder in folders:
         if seen > _LOOK_ENTRIES:
             return _Look(None, picture, complete=False)
@@ -139,7 +144,9 @@ def _look(root: Path) -> _Look:
                     return _Look(printable(path), picture, complete=False)
             elif picture is None and is_picture(path):
                 picture = path
-    return _Look(None, picture, complete=True)
+            elif is_archive(path):
+                archives.append(path)
+    return _Look(None, picture, complete=True, archives=tuple(archives))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -25,7 +25,7 @@ PATH_NAMES = (
     *("file", "image", "img", "image_id", "imageid", "id"),
 )
 LABEL_NAMES = ("label", "class", "category", "target", "class_name", "label_name", "labelname", "category_name", "classname", "cell_type")
-SPLIT_NAMES = ("split", "dataset", "subset")
+SPLIT_NAMES = ("split", "dataset", "subset", "set", "partition", "phase", "usage")
 CORNER_NAMES = {
     "x1": ("x1", "xmin", "x_min"),
     "y1": ("y1", "ymin", "y_min"),

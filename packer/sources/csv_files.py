@@ -12,7 +12,7 @@ from packer.sources.csv_paths import plain_folder
 from packer.sources.csv_rows import SPLITS
 from packer.sources.splits import split_of
 from packer.sources.table import Row, Table, read_table
-from packer.sources.tree import is_ignored, suffix_of
+from packer.sources.tree import archive_hint, is_ignored, suffix_of
 
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 _MAX_FOLDERS_LOOKED_INTO = 20
@@ -98,6 +98,7 @@ def find_tables(
     Raises:
         PackError: a declared one is not there; none or several fit.
     """
+    others = list(others)
     known = [name for name in others if suffix_of(name) in TABLE_SUFFIXES]
     if isinstance(file, str):
         return [(_declared(root, file, known), None)]
@@ -113,7 +114,7 @@ def find_tables(
     tables = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
     raise PackError(
         f"no table of labels or boxes found at the top of the folder or one folder below (tables there: {tables or 'none'}); "
-        '[source] file = "..." names it, columns = {...} its columns'
+        f'[source] file = "..." names it, columns = {{...}} its columns{archive_hint(others)}'
     )
 
 

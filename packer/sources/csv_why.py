@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from packer.content import WORKBOOK
 from packer.sample import PackError
 from packer.sources.csv_columns import LABEL_NAMES, PATH_NAMES, SPLIT_NAMES, Wanted
-from packer.sources.csv_files import describe_table, list_near, open_table
+from packer.sources.csv_files import TABLE_SUFFIXES, describe_table, list_near, open_table
 from packer.sources.table import Table
-from packer.sources.tree import is_picture
+from packer.sources.tree import ARCHIVE_SUFFIXES, is_picture, suffix_of
 
+# Labels that are not read, by the names that people give them.
+_LABEL_STEMS = frozenset(
+    {"label", "labels", "annotation", "annotations", "metadata", "target", "targets", "ground_truth", "groundtruth", "gt"}
+)
+_LABEL_SUFFIXES = frozenset({".json", ".jsonl", ".txt", ".parquet", ".feather", ".arrow", ".pkl", ".npy", ".npz", ".mat", ".h5", ".hdf5"})
 WORKBOOK_SUFFIXES = frozenset({".xlsx", ".xls", ".ods"})
-_WORKBOOK = "an Excel/OpenDocument workbook: save it as CSV"
-_WORKBOOK_STARTS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")
 
 
 def why_not_tables(root: Path) -> list[tuple[str, str]]:
     """See `packer.sources.csv.why_not`."""
     result = [(name, reason) for names in list_near(root) for name in names if (reason := _reason(root, name)) is not None]
     workbooks = next(iter(list_near(root, WORKBOOK_SUFFIXES)))
-    return sorted(result + [(name, _WORKBOOK) for name in workbooks])
+    return sorted(result + [(name, f"is {WORKBOOK}") for name in workbooks] + list(_not_read(root)))
+
+
+def _not_read(root: Path) -> Iterator[tuple[str, str]]:
+    """Compressed tables, and labels of another kind, at the top of the folder."""
+    for name in next(iter(list_near(root, ARCHIVE_SUFFIXES))):
+        if suffix_of(name.rpartition(".")[0]) in TABLE_SUFFIXES:
+            yield name, "is compressed: unpack it first"
+    for name in next(iter(list_near(root, _LABEL_SUFFIXES))):
+        if name.rpartition(".")[0].lower() in _LABEL_STEMS:
+            yield name, f"by its name it holds labels, and {suffix_of(name)} is not read: save them as CSV"
 
 
 def _reason(root: Path, name: str) -> str | None:
     try:
-        with (root / name).open("rb") as f:
-            if f.read(4).startswith(_WORKBOOK_STARTS):
-                return _WORKBOOK
         if describe_table(root / name, name, Wanted()) is not None:
             return None
         table, first = open_table(root / name, name, Wanted(), None, None)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from packer.sample import Annotation, Finding, Item, Listing, Report
 from packer.sources.folder_checks import check_case, check_layout, check_nested, check_single, check_train
 from packer.sources.splits import split_of
-from packer.sources.tree import File, Tree, report_unsupported, walk
+from packer.sources.tree import File, Tree, no_pictures, report_unsupported, walk
 
 
 class FolderOptions(BaseModel):
@@ -53,7 +53,7 @@ class FolderSource:
         tree = walk(self.root, report)
         report_unsupported(tree.others, report)
         if not tree.pictures:
-            report(Finding("error", "no-pictures", ".", "no picture lies below the root; nothing can be packed"))
+            report(no_pictures(tree))
         layout = self._layout(tree, report)
         check_layout(tree, set(layout.class_folders.values()), self.classes, report)
         if layout.class_folders:
@@ -72,6 +72,9 @@ class FolderSource:
             notes = ["no class folders: packed without labels"]
         if layout.split_folders:
             notes.append("splits: from the folders " + ", ".join(f"{name} ({split})" for name, split in layout.split_folders.items()))
+        for folder in layout.split_folders:
+            if not any(f.path.startswith(folder + "/") for f in tree.pictures):
+                report(Finding("warning", "empty-split", folder, "split folder is empty: it holds no picture"))
         return Listing(
             items,
             "classification" if layout.class_folders else "unlabelled",

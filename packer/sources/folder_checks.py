@@ -10,7 +10,8 @@ from packer.sources.splits import split_of
 from packer.sources.tree import Tree, case_twins
 
 LAYOUT_NAMES = frozenset({"images", "imgs", "labels", "annotations", "jpegimages", "imagesets", "segmentationclass"})
-_YEAR_SPLIT = re.compile(r".*20(14|17)", re.DOTALL)
+# COCO's splits and VOC's years; a class may well end in a year ("Audi A4 Sedan 2014").
+_YEAR_SPLIT = re.compile(r"(.*[_-])?(train|val|valid|test|trainval|unlabeled|minival|voc)[_-]?20\d\d", re.DOTALL)
 _LAYOUT_FILE = re.compile(r"(data|dataset)\.ya?ml|instances_.*\.json|.*\.coco\.json", re.DOTALL)
 
 

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loaders.format import sha256_file
+from packer.content import LOOK_BYTES, told
 from packer.sample import PackError
+from packer.sources.voc_xml import text_codec
 
 DELIMITERS = (",", ";", "\t", "|")
 MAX_LINE_CHARS = 1 << 24
+# The module's own limit, 131,072, is less than one cell of run-length masks has. The setting is the whole process's.
+csv.field_size_limit(MAX_LINE_CHARS)
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark it starts with
@@ -64,8 +68,8 @@ def read_table(path: Path, name: str, *, encoding: str | None = None, delimiter:
         header: The first row holds the column names.
 
     Raises:
-        PackError: the file cannot be read, is not text in this encoding, holds a NUL, a quote that is never closed or a cell over
-            131,072 characters (the `csv` module's limit); from here, or from `rows`.
+        PackError: the file cannot be read, is not text in this encoding, holds a NUL, a quote that is never closed or a line or
+            cell over `MAX_LINE_CHARS` characters; from here, or from `rows`.
     """
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n\0'):
         raise PackError(f"{name}: delimiter is {delimiter!r}, expected one character such as ',' or ';'")
@@ -84,17 +88,18 @@ def _encoding(path: Path, name: str, given: str | None) -> str:
     """The codec's name, with a byte order mark taken care of."""
     try:
         with path.open("rb") as f:
-            start = f.read(4)
+            start = f.read(LOOK_BYTES)
     except OSError as e:
         raise PackError(f"{name}: cannot be read: {e.strerror}") from None
+    if (what := told(start)) is not None:
+        raise PackError(f"{name}: is {what}; expected a table in text (CSV)")
     if given is None:
         return next((codec for bom, codec in _BOMS.items() if start.startswith(bom)), "utf-8")
     try:
-        codec = codecs.lookup(given)
-        "a".encode(given)
-    except (LookupError, TypeError):
-        raise PackError(f"{name}: encoding {given!r} is not known, expected a name such as 'utf-8', 'cp1252' or 'gbk'") from None
-    return "utf-8-sig" if codec.name == "utf-8" else codec.name
+        codec = text_codec(given)
+    except ValueError as e:
+        raise PackError(f"{name}: encoding {e}") from None
+    return "utf-8-sig" if codec == "utf-8" else codec
 
 
 def _rows(path: Path, name: str, encoding: str, delimiter: str, sep_line: int) -> Generator[Row, None, None]:

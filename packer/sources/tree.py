@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import stat
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,10 @@ PICTURE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"},
 )
 TABLE_SUFFIXES = frozenset({".csv", ".tsv", ".xls", ".xlsx", ".xlsm", ".ods"})
+ARCHIVE_SUFFIXES = frozenset(
+    {".gz", ".bz2", ".xz", ".lzma", ".z", ".zst", ".lz4", ".lz", ".zip", ".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".7z", ".rar"},
+)
+_PLACEHOLDER = ".icloud"
 SYSTEM_NAMES = frozenset(
     {
         "thumbs.db",
@@ -33,6 +39,8 @@ SYSTEM_NAMES = frozenset(
         "#recycle",
     }
 )
+MAX_ENTERED = 64
+"""How often one folder is entered by different links: a dozen folders that link to each other would make a billion paths."""
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -85,6 +93,18 @@ def is_picture(path: str) -> bool:
     return suffix_of(path) in PICTURE_SUFFIXES
 
 
+def is_archive(path: str) -> bool:
+    """An archive or a compressed file, by suffix: neither is opened."""
+    return suffix_of(path) in ARCHIVE_SUFFIXES
+
+
+def archive_hint(paths: Iterable[str]) -> str:
+    """What to add to a message about missing files where archives, of `paths`, lie there; "" where none does."""
+    found = [path for path in paths if is_archive(path)]
+    more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+    return f"; {printable(found[0])}{more} lies there, and archives are not opened: unpack it first" if found else ""
+
+
 def printable(path: str) -> str:
     """A path for people and for JSON: bytes that are not UTF-8 as ``\\xf3``."""
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -98,7 +118,7 @@ def check_root(root: Path) -> None:
     except FileNotFoundError:
         raise PackError(f"{root}: no such folder; expected the folder of a raw data set") from None
     except NotADirectoryError:
-        raise PackError(f"{root}: is a file; expected the folder of a raw data set") from None
+        raise PackError(f"{root}: is not a folder, it is a file; expected the folder of a raw data set") from None
     except OSError as e:
         raise PackError(f"{root}: cannot be read: {e.strerror}") from None
 
@@ -114,10 +134,13 @@ def walk(root: Path, report: Report) -> Tree:
 
 
 def report_unsupported(files: Iterable[File], report: Report) -> None:
-    """One `unsupported-file` warning for each file that a source has no use for."""
+    """One `unsupported-file` or `archive` warning for each file that a source has no use for."""
     known = " ".join(sorted(PICTURE_SUFFIXES))
     for file in files:
         suffix = suffix_of(file.path)
+        if is_archive(file.path):
+            report(Finding("warning", "archive", file.path, f"not packed: an archive ({suffix}): unpack it first", sample=file.path))
+            continue
         what = f"suffix {suffix!r} is not read" if suffix else "it has no suffix"
         if suffix in TABLE_SUFFIXES:
             what = "a table that this source does not use"
@@ -125,17 +148,25 @@ def report_unsupported(files: Iterable[File], report: Report) -> None:
         report(Finding("warning", "unsupported-file", file.path, message, sample=file.path))
 
 
+def no_pictures(tree: Tree) -> Finding:
+    """The fault of a data set that holds none."""
+    hint = archive_hint(f.path for f in tree.others)
+    return Finding("error", "no-pictures", ".", f"no picture lies below the root; nothing can be packed{hint}")
+
+
 def case_twins(names: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of names that differ by upper and lower case only, each sorted."""
+    """Groups of names that differ by upper and lower case, or Unicode's composed and decomposed form, only, each sorted."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(name.casefold(), []).append(name)
+        key = name.casefold() if name.isascii() else unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        groups.setdefault(key, []).append(name)
     return (sorted(group) for group in groups.values() if len(group) > 1)
 
 
 class _Walk:
     def __init__(self, root: str, report: Report) -> None:
         self._root, self._report, self._tree = root, report, Tree()
+        self._entered: Counter[tuple[int, int]] = Counter()
 
     def run(self) -> Tree:
         info = os.stat(self._root)
@@ -158,6 +189,7 @@ class _Walk:
             self._say("skip", "unreadable", path, f"folder cannot be read: {e.strerror}; nothing in it is packed", sample=path)
             return []
         below, names = [], []
+        self._placeholders(folder.prefix, {entry.name for entry in found})
         for entry in found:
             if is_ignored(entry.name):
                 self._count_ignored(entry)
@@ -175,7 +207,11 @@ class _Walk:
             info = entry.stat()
         except OSError as e:
             if entry.is_symlink():
-                self._refuse(path, "broken-link", f"symbolic link to {self._target(entry)}, which cannot be reached: {e.strerror}")
+                self._refuse(
+                    path,
+                    "broken-link",
+                    f"symbolic link to {self._target(entry)}, which cannot be reached: {e.strerror}{_annex(self._target(entry))}",
+                )
             else:
                 self._refuse(path, "unreadable", f"cannot be looked at: {e.strerror}")
             return None
@@ -200,6 +236,11 @@ class _Walk:
             shown = printable(path)
             self._say("warning", "link-loop", shown, "links to a folder that it lies in: not entered again")
             return None
+        self._entered[identity] += 1
+        if self._entered[identity] > MAX_ENTERED:
+            message = f"links to a folder that other links led to {MAX_ENTERED} times: not entered again"
+            self._say("warning", "link-loop", printable(path), message)
+            return None
         if _is_utf8(path):
             self._tree.folders.append(path)
         return _Folder(path + "/", (*folder.ids, identity))
@@ -212,10 +253,18 @@ class _Walk:
             self._tree.pictures.append(File(path, 0, 0, refused=True))
             self._tree.num_files += 1
 
+    def _placeholders(self, prefix: str, names: set[str]) -> None:
+        """iCloud keeps `.x.jpg.icloud` in place of an x.jpg that is not on this disk: hidden, and yet a file of the data set."""
+        for name in sorted(n for n in names if n.startswith(".") and n.endswith(_PLACEHOLDER)):
+            real = name[1 : -len(_PLACEHOLDER)]
+            if real and real not in names:
+                self._refuse(prefix + real, "not-downloaded", f"only its placeholder {printable(name)} is here: let iCloud download it")
+
     def _twins(self, prefix: str, names: list[str]) -> None:
         for group in case_twins(names):
             paths = [printable(prefix + name) for name in group]
-            message = f"names differ by upper and lower case only: {', '.join(paths)}; on a disk that ignores case one overwrites the other"
+            message = f"names differ by upper and lower case only (or by Unicode form): {', '.join(paths)}; "
+            message += "on a disk that ignores that, one overwrites the other"
             self._say("warning", "case-twins", paths[-1], message)
 
     def _count_ignored(self, entry: os.DirEntry[str]) -> None:
@@ -241,6 +290,10 @@ class _Walk:
 
     def _say(self, level: Level, code: str, path: str, message: str, sample: str | None = None) -> None:
         self._report(Finding(level, code, path, message, sample=sample))
+
+
+def _annex(target: str) -> str:
+    return "; 'git annex get' fetches what it stands for" if ".git/annex/" in target else ""
 
 
 def _is_utf8(path: str) -> bool:

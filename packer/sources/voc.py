@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from packer.sample import Annotation, Finding, Item, Listing, Report
-from packer.sources.tree import File, Tree, report_unsupported, suffix_of, walk
+from packer.sources.tree import File, Tree, no_pictures, report_unsupported, suffix_of, walk
 from packer.sources.voc_annotation import annotation_of, base_name
 from packer.sources.voc_folders import check_dropped, find_split_folders, split_layouts, splits_of, splits_within
 from packer.sources.voc_layout import Layout, Pairs, below, find_layout, nfc, pair
+from packer.sources.voc_lost import check_lost_splits
 from packer.sources.voc_splits import Names, Splits, has_split_file, read_splits
 from packer.sources.voc_xml import MAX_XML_BYTES, XmlFault, decode_xml, parse_voc, text_codec
 
@@ -68,9 +69,11 @@ class VocSource:
     def list(self, report: Report) -> Listing:
         tree = walk(self.root, report)
         if not tree.pictures:
-            report(Finding("error", "no-pictures", ".", "no picture lies below the root; nothing can be packed"))
+            report(no_pictures(tree))
         xml = [f for f in tree.others if suffix_of(f.path) == ".xml"]
         layouts, splits = self._layouts(tree, xml, report)
+        if not splits.name and not splits.files:
+            check_lost_splits(tree.others, report)
         pairs, orphans = Pairs(), set[str]()
         for layout in layouts:
             found = pair(tree.pictures, xml, layout, self._filename, report)

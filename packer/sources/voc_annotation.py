@@ -11,6 +11,8 @@ from packer.sources.voc_layout import nfc, without_suffix
 from packer.sources.voc_xml import CORNERS, VocDocument, VocObject, quoted
 
 MAX_NAME_CHARS = 200
+_FLAG_VALUES = {"1": True, "true": True, "yes": True} | dict.fromkeys(("0", "false", "no", "", "unspecified"), False)
+_WARNINGS = ("origin-mismatch", "bad-flag")
 
 
 def annotation_of(document: VocDocument, path: str, sample: str, origin: int, report: Report) -> Annotation | None:
@@ -37,7 +39,7 @@ def annotation_of(document: VocDocument, path: str, sample: str, origin: int, re
         rows.append(row)
         annotation.labels.append(label)
         annotation.places.append(place)
-        flags.append([_flag(obj, name) for name in ("difficult", "truncated", "occluded")])
+        flags.append([_flag(obj, name, number, speaker) for name in ("difficult", "truncated", "occluded")])
     if speaker.flush():
         return None
     annotation.boxes = np.array(rows, np.float64).reshape(-1, 4)
@@ -102,9 +104,12 @@ def _from_one(value: float, number: int, speaker: _Speaker) -> float:
     return value - 1
 
 
-def _flag(obj: VocObject, name: str) -> bool:
-    text = obj.texts.get(name)
-    return text is not None and text.strip().lower() in ("1", "true")
+def _flag(obj: VocObject, name: str, number: int, speaker: _Speaker) -> bool:
+    text = obj.texts.get(name, "").strip()
+    value = _FLAG_VALUES.get(text.lower())
+    if value is None:
+        speaker.fault("bad-flag", number, f"<{name}> is {quoted(text)}, expected 0 or 1; taken as 0")
+    return bool(value)
 
 
 def _size(document: VocDocument, speaker: _Speaker) -> tuple[int, int] | None:
@@ -150,7 +155,7 @@ class _Speaker:
         """Report the faults. True when one of them leaves the sample out."""
         refused = False
         for code, (message, numbers) in self._faults.items():
-            level: Level = "warning" if code == "origin-mismatch" else "skip"
+            level: Level = "warning" if code in _WARNINGS else "skip"
             refused |= level == "skip"
             more = f" (also objects {', '.join(map(str, numbers[1:6]))}{', ...' if len(numbers) > 6 else ''})" if numbers[1:] else ""
             message = f"object {numbers[0]}: {message}{more}"

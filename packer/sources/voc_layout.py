@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from packer.sample import Finding, PackError, Report
-from packer.sources.tree import File, Tree
+from packer.sources.tree import File, Tree, archive_hint
 
 IMAGE_FOLDERS = ("images", "jpegimages")
 XML_FOLDERS = ("annotations",)
@@ -82,8 +82,9 @@ def find_layout(tree: Tree, xml: list[File], images: str | None, annotations: st
         raise PackError(
             "no XML file lies below the root, a Pascal VOC data set has one for each picture; expected the folders images (or JPEGImages) "
             'and annotations; [source] images = "..." and annotations = "..." in a recipe name others'
+            + archive_hint(f.path for f in tree.others)
         )
-    return _by_content(tree.pictures, xml, chosen_images, chosen_xml)
+    return _by_content(tree.pictures, xml, chosen_images, chosen_xml, archive_hint(f.path for f in tree.others))
 
 
 def _by_option(key: str, value: str, tree: Tree) -> str:
@@ -105,7 +106,7 @@ def _by_name(key: str, names: tuple[str, ...], tree: Tree, files: list[File]) ->
     return filled[0] if filled else named[0] if named and not files else None
 
 
-def _by_content(pictures: list[File], xml: list[File], images: str | None, annotations: str | None) -> Layout:
+def _by_content(pictures: list[File], xml: list[File], images: str | None, annotations: str | None, hint: str) -> Layout:
     best: tuple[int, str, str] | None = None
     for xml_folder in [annotations] if annotations is not None else _xml_candidates(xml):
         ids = {nfc(i) for f in xml if (i := id_of(f.path, xml_folder)) is not None}
@@ -120,6 +121,8 @@ def _by_content(pictures: list[File], xml: list[File], images: str | None, annot
             if best is None or (count, folder.count("/"), folder != "") > (best[0], best[1].count("/"), best[1] != ""):
                 best = (count, folder, xml_folder)
     if best is None:
+        if not pictures:
+            raise PackError("no picture lies below the root: a Pascal VOC data set has one for each XML file" + hint)
         raise PackError(
             f"no picture below the root has an XML file of the same name: pictures such as {_example(pictures)}, XML such as "
             f'{_example(xml)}; [source] images = "..." and annotations = "..." in a recipe name the two folders'

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from packer.content import told
 from packer.sample import Finding, Level, PackError, Report
 from packer.sources.splits import EXPECTED, split_of
 from packer.sources.table import read_table
@@ -99,7 +100,7 @@ def read_splits(
     folders = list(dict.fromkeys(("", layout.base)))
     if split_file is not None and split_file not in have:
         raise PackError(f"[source] split_file = {split_file!r}: no such file below the root")
-    csv = split_file or next((p for d in folders if (p := _join(d, SPLIT_FILE)) in have), None)
+    csv = split_file or _split_file(folders, others)
     if csv is not None:
         rows = _table_rows(root / csv, csv, encoding, report)
         return Splits(files=[csv]) if rows is None else _assign(rows, names, Splits(files=[csv], name=csv), report)
@@ -107,13 +108,25 @@ def read_splits(
     if not lists:
         return Splits()
     found = Splits(files=list(lists), name=", ".join(lists))
-    return _assign(_list_rows(root, lists, names, encoding), names, found, report)
+    listed = [*_list_rows(root, lists, names, encoding)]
+    for path in sorted(lists.keys() - {row.file for row in listed}):
+        report(Finding("warning", "empty-split", path, f"no picture is in split {lists[path]}: the list is empty"))
+    return _assign(iter(listed), names, found, report)
 
 
 def has_split_file(folders: list[str], others: list[File]) -> bool:
     """Whether `read_splits` would find a file in one of the folders."""
-    have = {f.path for f in others}
-    return any(_join(d, SPLIT_FILE) in have for d in folders) or bool(_lists(folders, others))
+    return _split_file(folders, others) is not None or bool(_lists(folders, others))
+
+
+def _split_file(folders: list[str], others: list[File]) -> str | None:
+    """The first folder's split file, by its name in any case, the exact one before others."""
+    for folder in folders:
+        wanted = _join(folder, SPLIT_FILE)
+        found = [f.path for f in others if f.path.rpartition("/")[0] == folder and f.path.lower() == wanted.lower()]
+        if found:
+            return wanted if wanted in found else found[0]
+    return None
 
 
 def _join(folder: str, name: str) -> str:
@@ -174,14 +187,18 @@ def _text(path: Path, name: str, encoding: str | None) -> str:
         data = path.read_bytes()
     except OSError as e:
         raise PackError(f"{name}: cannot be read: {e.strerror}") from None
+    if (what := told(data)) is not None:
+        raise PackError(f"{name}: is {what}; expected a list in text")
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     for codec in ("utf-16" if utf16 else "utf-8-sig", encoding):
         try:
-            if codec is not None:
-                return data.decode(codec)
+            if codec is not None and "\0" not in (text := data.decode(codec)):
+                return text
         except UnicodeDecodeError:
             continue
-    raise PackError(f'{name}: is not text in UTF-8; save it as UTF-8, or name its encoding in a recipe: [source] encoding = "gbk", ...')
+    raise PackError(
+        f'{name}: is not text in UTF-8 (or holds a NUL); save it as UTF-8, or name its encoding in a recipe: [source] encoding = "gbk", ...'
+    )
 
 
 @dataclass(slots=True)

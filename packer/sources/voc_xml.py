@@ -13,17 +13,27 @@ from typing import NoReturn
 from xml.etree import ElementTree
 from xml.parsers import expat
 
+from packer.content import told
+
 MAX_XML_BYTES = 1 << 22
 MAX_OBJECTS = 100_000
 MAX_QUOTED = 80
 _DECLARATION = re.compile(rb"""<\?xml\s[^>]{0,200}?\bencoding\s*=\s*["']([A-Za-z][A-Za-z0-9._:-]{0,40})["']""")
-_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
 _BARE_UTF16 = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 # Files that say gb2312 or gbk often hold characters of its supersets; what is valid in one means the same in the other.
 _SUPERSETS = {"gb2312": "gb18030", "gbk": "gb18030"}
 # No character sets, or of quadratic cost.
 _NO_TEXT = {"punycode", "idna", "unicode-escape", "raw-unicode-escape", "utf-7", "undefined"}
 _WAY_OUT = '[source] encoding in a recipe, such as "gbk", names the true one'
+# Children of the root that hold no object; what lies in others is looked through.
+_PLAIN = frozenset({"folder", "filename", "path", "source", "owner", "size", "segmented"})
 _SHAPES = ("polygon", "robndbox", "segm", "points")
 _TEXTS = ("name", "difficult", "truncated", "occluded")
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
@@ -91,6 +101,8 @@ def decode_xml(data: bytes, encoding: str | None = None) -> str:
     """
     if not data:
         raise XmlFault("bad-xml", "is empty (0 bytes), expected an XML file")
+    if not data.startswith(b"<") and (what := told(data)) is not None:
+        raise XmlFault("bad-xml", f"is {what}; expected an XML file")
     for bom, codec in _BOMS:
         if data.startswith(bom):
             return _decode(data[len(bom) :], codec, "its byte order mark")
@@ -134,11 +146,11 @@ def parse_voc(text: str) -> VocDocument:
     """Find the elements of a VOC annotation, by local name and in any order.
 
     Raises:
-        XmlFault: `bad-xml` (not well-formed), `unsafe-xml` (declares entities), `not-voc` (another root element), `file-too-large`
-            (over `MAX_OBJECTS` objects).
+        XmlFault: `bad-xml` (not well-formed), `unsafe-xml` (declares entities), `not-voc` (another root element), `misplaced-object`
+            (one that would be passed over), `file-too-large` (over `MAX_OBJECTS` objects).
     """
     try:
-        if "<!ENTITY" in text:
+        if "<!ENTITY" in text or "<!ATTLIST" in text:
             _refuse_entities(text)
         root = ElementTree.fromstring(text)  # without declared entities there is nothing to expand or to fetch
     except (ElementTree.ParseError, expat.ExpatError) as e:
@@ -158,6 +170,8 @@ def parse_voc(text: str) -> VocDocument:
             document.filename = (child.text or "").strip()
         elif name == "size" and document.size is None:
             document.size = {_local(part): part.text or "" for part in reversed(child)}  # the first of a name counts
+        elif name not in _PLAIN:
+            _refuse_objects(child, "<annotation>")
     if len(document.objects) > MAX_OBJECTS:
         raise XmlFault("file-too-large", f"has over {MAX_OBJECTS} objects")
     return document
@@ -184,7 +198,20 @@ def _object(element: ElementTree.Element) -> VocObject:
                     found.box[name] = corner.text or ""
         elif name in _SHAPES:
             found.shape = name
+        elif name.lower() == "object":
+            _refuse_objects(child, "<object>")
     return found
+
+
+def _refuse_objects(element: ElementTree.Element, place: str) -> None:
+    """Raise where an element that is none of VOC's holds an object or a box: without it the picture would pass for one without defects."""
+    for inner in element.iter():
+        if (name := _local(inner)).lower() in ("object", "bndbox"):
+            parent = place if inner is element else f"<{_local(element)[:MAX_QUOTED]}>"
+            raise XmlFault(
+                "misplaced-object",
+                f"<{name}> lies in {parent}, where none is looked for: every object is an <object> directly in <annotation>",
+            )
 
 
 def _local(element: ElementTree.Element) -> str:
@@ -192,8 +219,12 @@ def _local(element: ElementTree.Element) -> str:
 
 
 def _refuse_entities(text: str) -> None:
-    """Raise where the text really declares an entity: in a comment the word is harmless."""
+    """Raise where the text really declares an entity, or attributes: in a comment the word is harmless.
+
+    The default value of an attribute is repeated in every element: 300 kB of XML would take gigabytes.
+    """
     parser = expat.ParserCreate()
+    parser.AttlistDeclHandler = _unsafe_attributes
     parser.EntityDeclHandler = parser.UnparsedEntityDeclHandler = parser.ExternalEntityRefHandler = _unsafe
     parser.Parse(text, True)
 
@@ -204,7 +235,7 @@ class _Found(Exception):
 
 def root_element(start: bytes) -> str | None:
     """Local name of a file's root element, from its first bytes; None where that can't be told. Every encoding's markup is ASCII."""
-    codec = next((c for mark, c in _BOMS + _BARE_UTF16 if c.startswith("utf-16") and start.startswith(mark)), "latin-1")
+    codec = next((c for mark, c in _BOMS + _BARE_UTF16 if c != "utf-8" and start.startswith(mark)), "latin-1")
 
     def found(tag: str, _attributes: dict[str, str]) -> NoReturn:
         raise _Found(tag.rpartition(":")[2])
@@ -219,6 +250,10 @@ def root_element(start: bytes) -> str | None:
     except (expat.ExpatError, XmlFault, UnicodeEncodeError):
         return None
     return None
+
+
+def _unsafe_attributes(element: str, *_: object) -> NoReturn:
+    raise XmlFault("unsafe-xml", f"declares attributes of the element {quoted(element)}, which may multiply their text: leave the DTD out")
 
 
 def _unsafe(*args: object) -> NoReturn:

@@ -1,7 +1,8 @@
 """How fast `pack build` packs welding pictures, against bare loops that make the same decode and encode calls and nothing else.
 
-    python recipes/pack_rate.py                                  # 2,000 pictures of 1600x1200, three rounds
-    python recipes/pack_rate.py --num 400 --rounds 1 --workers 2
+    python recipes/benchmarks/pack_rate.py                                  # 2,000 pictures of 1600x1200, three rounds
+    python recipes/benchmarks/pack_rate.py --num 400 --rounds 1 --workers 2
+    python recipes/benchmarks/run.py pack                                   # the same, with its rows in the table of all workloads
 
 Two workloads, each measured against its loop, build and loop by turns, so that a slow minute of the machine hits both:
 
@@ -29,6 +30,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -36,11 +38,11 @@ from rich.console import Console
 from rich.table import Table
 
 from loaders.codecs import encode_image
-from make_welding_v2 import Options, make
 from packer.images import ImageInfo, check, decode, probe
 from packer.transforms import Resize
 
-RECIPE = Path(__file__).with_name("welding_v2.toml")
+RECIPES = Path(__file__).parent.parent
+RECIPE = RECIPES / "welding_v2.toml"
 SIDE = 640
 QUALITY = 90
 MAX_PIXELS = 200_000_000
@@ -160,6 +162,18 @@ def _sample_memory(root: int, peaks: Peaks) -> None:
             peaks.worker = max(peaks.worker, megabytes)
 
 
+def make_welding(out: Path, num: int, workers: int) -> None:
+    """Weld pictures of 1600x1200, by `recipes/make_welding_v2.py`.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    options = ["--num", str(num), "--size", "1600x1200", "--workers", str(workers)]
+    done = subprocess.run([sys.executable, RECIPES / "make_welding_v2.py", out, *options], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"make_welding_v2 exited with {done.returncode}: {done.stderr}")
+
+
 def link_first(source: Path, target: Path, num: int) -> None:
     """A small data set of the first `num` pictures of `source`, as links."""
     for folder, suffix in (("images", ".jpg"), ("annotations", ".xml")):
@@ -194,6 +208,34 @@ def measure(source: Path, scratch: Path, workers: int, rounds: int) -> dict[str,
     return results
 
 
+def measure_in(source: Path, folder: Path, workers: int, rounds: int) -> dict[str, Measured]:
+    """`measure` with a scratch folder that is removed afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pack-rate-", dir=folder) as scratch:
+        return measure(source, Path(scratch), workers, rounds)
+
+
+def rows_of(m: Measured) -> list[dict[str, Any]]:
+    """A workload as rows of `report`: the build, then its loop."""
+    builds = m.build()
+    ratios = [build / loop for build, loop in zip(builds, m.loop, strict=True)]
+    common: dict[str, Any] = {"venv": "main", "note": "", "per_cpu_s": None, "read_bytes": None}
+    return [
+        {**common, "name": "pack build", "role": "ours", "rates": builds, "peak_mb": m.peaks.main + m.peaks.worker},
+        {
+            **common,
+            "name": "bare loop of the same calls",
+            "role": "ceiling",
+            "rates": m.loop,
+            "peak_mb": None,
+            "ratio": statistics.median(ratios),
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "target": None,
+        },
+    ]
+
+
 def show(results: dict[str, Measured]) -> None:
     table = Table("workload", "build, img/s", "loop, img/s", "build / loop", "lowest to highest", "peak MB, main", "peak MB, worker")
     for name, m in results.items():
@@ -224,7 +266,7 @@ def main() -> int:
         source = args.data or scratch / "raw"
         try:
             if args.data is None:
-                make(source, Options(args.num, (1600, 1200)), args.workers)
+                make_welding(source, args.num, args.workers)
             show(measure(source, scratch, args.workers, args.rounds))
         except (ValueError, RuntimeError) as e:
             print(f"pack_rate: {e}", file=sys.stderr)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from loaders.batches import BatchLoader
-from loaders.device import DevicePrefetcher, map_tensors
 from loaders.memmap import MemmapDataset
+from loaders.prefetch import DevicePrefetcher, map_tensors
 from packed_data import write_packed
 
 Pair = namedtuple("Pair", "first second")

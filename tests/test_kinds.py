@@ -1,0 +1,208 @@
+"""Relatives of the shared cases: files of another kind than their name says, objects and splits that would be passed over, look-alikes."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+import unicodedata
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from build_data import Recorder
+from conftest import picture, save, voc_xml
+from packer.build import check
+from packer.content import described, told
+from packer.findings import as_dict
+from packer.recipe import load_recipe
+from packer.sample import PackError, UsageError
+
+TABLE = "filename,label\na.jpg,crack\nb.jpg,slag\nc.jpg,crack\n"
+XML = voc_xml("w1", (64, 48), [("crack", (2, 3, 20, 15))])
+
+
+def zipped(name: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(name, "x")
+    return buffer.getvalue()
+
+
+def tarred() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.jpg"))
+    return buffer.getvalue()
+
+
+def put(root: Path, files: dict[str, bytes | str | None]) -> Path:
+    """Write files; None is a picture, each another one."""
+    for number, (name, content) in enumerate(files.items()):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            save(path, picture(seed=number))
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
+def voc(root: Path, files: dict[str, bytes | str | None], split: str | None = "train_val_test_split.csv") -> Path:
+    base: dict[str, bytes | str | None] = {}
+    for i in range(3):
+        base |= {f"images/w{i}.jpg": None, f"annotations/w{i}.xml": voc_xml(f"w{i}", (64, 48), [("crack", (2, 3, 20, 15))])}
+    if split is not None:
+        base[split] = "image_id,split\nw0,train\nw1,val\nw2,test\n"
+    return put(root, {**base, **files})
+
+
+def look(root: Path, **source: Any) -> tuple[dict[tuple[object, object], dict[str, object]], int, str]:
+    """Findings by (code, path), pictures that can be packed, and what was said besides."""
+    console = Recorder()
+    outcome = check(root, load_recipe(None, {"source": source, "run": {"workers": 1}}), console)
+    return {(f.code, f.path): as_dict(f) for f in outcome.findings or ()}, outcome.num_samples, console.text
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (gzip.compress(b"x"), "a gzip file: unpack it first"),
+        (bz2.compress(b"x"), "a bzip2 file: unpack it first"),
+        (lzma.compress(b"x"), "an xz file: unpack it first"),
+        (lzma.compress(b"x", lzma.FORMAT_ALONE), "an LZMA file: unpack it first"),
+        (zipped("a.jpg"), "a ZIP archive: unpack it first"),
+        (zipped("xl/workbook.xml"), "an Excel/OpenDocument workbook: save it as CSV"),
+        (tarred(), "a tar archive: unpack it first"),
+        (b"7z\xbc\xaf\x27\x1c\0\4", "a 7-Zip archive: unpack it first"),
+        (b"\0\0\0\x1cftypavif", "an AVIF picture"),
+        (b"\0\0\0\x18ftypisom", "a film (MP4, QuickTime)"),
+        (b"II*\0\x10\0\0\0CR\2\0", "a camera's raw file"),
+        (b"\n<!DOCTYPE html><html>", "a page in HTML, as a failed download leaves it: fetch it again"),
+        (b'{"error": 404}', "a text in JSON"),
+        (b"/annex/objects/SHA256E-s1--aa.jpg\n", "a git-annex pointer (fetch the real file with 'git annex get')"),
+        (b"\x89PNG\n\x1a\n\0", "a PNG picture whose line ends were changed by a transfer in text mode: fetch it again"),
+        (b"\xff\xd8\xff\xe0".decode("latin-1").encode(), "a binary file that was saved as text, which cannot be undone: fetch it again"),
+        (bytes(512), "nothing but zero bytes at its start, as a broken copy leaves it: fetch it again"),
+        (b"\0\x05\x16\x07\0\2\0\0", "what macOS keeps beside a file (AppleDouble), not the file itself"),
+    ],
+)
+def test_what_a_file_really_is_is_said_wherever_it_is_read(tmp_path: Path, data: bytes, said: str) -> None:
+    assert told(data) == said
+    found, packed, _ = look(put(tmp_path / "f", {"crack/a.jpg": None, "slag/b.jpg": None, "crack/x.jpg": data}))
+    assert (str(found["unsupported-image", "crack/x.jpg"]["message"]).startswith(f"is {said};"), packed) == (True, 2)
+    found, packed, _ = look(voc(tmp_path / "v", {"annotations/w1.xml": data}))
+    assert (str(found["bad-xml", "annotations/w1.xml"]["message"]), packed) == (f"is {said}; expected an XML file", 2)
+    with pytest.raises(PackError) as caught:
+        look(put(tmp_path / "c", {"a.jpg": None, "labels.csv": data}), kind="csv")
+    assert f"labels.csv: is {said}" in str(caught.value)
+
+
+def test_tables_and_xml_are_not_mistaken() -> None:
+    for text in (TABLE, XML, "\ufeff" + TABLE, "x", "", "[Header]\n", "{x}"):
+        for codec in ("utf-8", "utf-16"):
+            assert told(text.encode(codec)) is None
+    assert described(b"404: Not Found\n") == "a text that begins with '404: Not Found'"
+    assert described(b"\x80\x04\x95") == "of no known format: it starts with the bytes 80 04 95"
+
+
+def test_archives_are_named_and_where_all_hangs_on_them_refused(tmp_path: Path) -> None:
+    found, packed, _ = look(put(tmp_path / "a", {"crack/a.jpg": None, "slag/b.jpg": None, "crack/x.jpg.gz": b"x", "more.7z": b"x"}))
+    assert (set(found), packed) == ({("archive", "crack/x.jpg.gz"), ("archive", "more.7z")}, 2)
+    found, _, _ = look(voc(tmp_path / "b", {"train_val_test_split.csv.gz": gzip.compress(b"x")}, split=None))
+    assert found["archive", "train_val_test_split.csv.gz"]["level"] == "error"
+    for name, files, kind, said in (
+        ("c", {"images.zip": b"x"}, "auto", "images.zip lies there, and archives are not opened: unpack it first"),
+        ("d", {"a.jpg": None, "labels.csv.gz": b"x"}, "auto", "labels.csv.gz: is compressed: unpack it first"),
+        ("e", {"a.jpg": None, "labels.csv.xz": b"x"}, "csv", "labels.csv.xz lies there"),
+        ("f", {"a.jpg": None, "annotations.tar": b"x"}, "voc", "annotations.tar lies there"),
+        ("g", {"a.jpg": None, "metadata.jsonl": b"{}"}, "auto", "metadata.jsonl: by its name it holds labels, and .jsonl is not read"),
+    ):
+        with pytest.raises(PackError) as caught:
+            look(put(tmp_path / name, dict(files)), kind=kind)
+        assert said in str(caught.value)
+
+
+def test_a_placeholder_of_icloud_is_a_picture_that_is_missing(tmp_path: Path) -> None:
+    files: dict[str, bytes | str | None] = {
+        "crack/a.jpg": None,
+        "slag/b.jpg": None,
+        "crack/.c.jpg.icloud": b"x",
+        "crack/.a.jpg.icloud": b"x",
+    }
+    found, packed, said = look(put(tmp_path / "src", files))
+    assert (set(found), packed) == ({("not-downloaded", "crack/c.jpg")}, 2)
+    assert found["not-downloaded", "crack/c.jpg"]["level"] == "skip"
+    assert "1 finding: 1 not-downloaded (skip)" in said
+
+
+OBJECT = XML[XML.index("<object>") : XML.index("</annotation>")].strip()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        OBJECT.replace("object>", "Object>"),
+        f"<objects>{OBJECT}</objects>",
+        OBJECT.replace("object>", "item>"),
+        OBJECT.replace("</object>", OBJECT + "</object>"),
+        OBJECT[OBJECT.index("<bndbox>") : OBJECT.index("</object>")],
+    ],
+)
+def test_an_object_in_the_wrong_place_never_makes_a_picture_without_defects(tmp_path: Path, wrong: str) -> None:
+    found, packed, _ = look(voc(tmp_path / "src", {"annotations/w1.xml": XML.replace(OBJECT, wrong)}))
+    assert (set(found), packed) == ({("misplaced-object", "annotations/w1.xml")}, 2)
+
+
+def test_a_flag_that_is_no_flag_is_said(tmp_path: Path) -> None:
+    xml = XML.replace("<difficult>0<", "<difficult>2<")
+    assert xml != XML
+    found, packed, _ = look(voc(tmp_path / "src", {"annotations/w1.xml": xml}))
+    assert "<difficult> is '2', expected 0 or 1; taken as 0" in str(found["bad-flag", "annotations/w1.xml"]["message"])
+    assert packed == 3
+
+
+def test_splits_that_would_be_lost_are_said(tmp_path: Path) -> None:
+    found, _, said = look(voc(tmp_path / "a", {}, split="Train_Val_Test_Split.CSV"))
+    assert found == {}
+    assert "splits: from Train_Val_Test_Split.CSV" in said
+    found, _, _ = look(voc(tmp_path / "b", {"train.txt": "w0\n", "my_splits.csv": "x"}, split=None))
+    assert {("unused-split", "train.txt"), ("unused-split", "my_splits.csv")} <= set(found)
+    lists: dict[str, bytes | str | None] = {"ImageSets/Main/train.txt": "w0\nw1\nw2\n", "ImageSets/Main/val.txt": "\n"}
+    assert set(look(voc(tmp_path / "c", lists, split=None))[0]) == {("empty-split", "ImageSets/Main/val.txt")}
+    (put(tmp_path / "d", {"val/crack/a.jpg": None}) / "train").mkdir()
+    assert set(look(tmp_path / "d")[0]) == {("empty-split", "train")}
+    table = "filename,label,phase\na.jpg,x,train\nb.jpg,y,test\n"
+    assert "column 'phase' gives the splits" in look(put(tmp_path / "e", {"a.jpg": None, "b.jpg": None, "t.csv": table}))[2]
+
+
+def test_names_that_look_alike_are_said(tmp_path: Path) -> None:
+    nfc, nfd = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    table = TABLE.replace("slag", "Crack") + f"d.jpg,{nfc}\ne.jpg,{nfd}\n"
+    files: dict[str, bytes | str | None] = {**dict.fromkeys([f"{n}.jpg" for n in "abcde"]), "labels.csv": table}
+    found, packed, _ = look(put(tmp_path / "src", files))
+    assert (set(found), packed) == ({("case-twins", ".")}, 5)
+    assert "'Crack', 'crack'" in str(found["case-twins", "."]["message"])
+    assert found["case-twins", "."]["count"] == 2
+
+
+def test_a_cell_of_a_million_characters_harms_no_row(tmp_path: Path) -> None:
+    table = "filename,label,mask\na.jpg,crack," + "1 2 " * 250_000 + "\nb.jpg,slag,\n"
+    found, packed, _ = look(put(tmp_path / "src", {"a.jpg": None, "b.jpg": None, "labels.csv": table}))
+    assert (found, packed) == ({}, 2)
+
+
+@pytest.mark.parametrize("encoding", ["punycode", "nope\0", "", "idna", "rot13"])
+def test_an_encoding_that_is_none_is_one_message(tmp_path: Path, encoding: str) -> None:
+    with pytest.raises(PackError, match="is no known encoding"):
+        look(put(tmp_path / "src", {"a.jpg": None, "labels.csv": TABLE}), kind="csv", encoding=encoding)
+
+
+def test_a_mode_without_a_size_is_refused() -> None:
+    with pytest.raises(UsageError, match="--mode crop says how to resize: give --resize too"):
+        load_recipe(None, {"transform": {"mode": "crop"}})
+    assert load_recipe(None, {"transform": {"mode": "crop", "resize": "64"}}).transform.resize == 64

@@ -1,0 +1,128 @@
+"""Settings are measured in turns, the cheapest of the fast ones is recommended, its code runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from loaders.batches import default_workers
+from loaders.machine import Data, Machine, measure_data, measure_machine, rule_of_thumb
+from loaders.memmap import MemmapDataset
+from loaders.tuning import Setting, Speed, grid, recommend, tune
+from packed_data import write_packed
+from packer.cli import main
+
+
+def speed(kind: Any, workers: int, *rounds: float) -> Speed:
+    return Speed(Setting(kind, workers, 8), rounds)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 6, 16])
+def test_grid(cores: int) -> None:
+    settings = grid(32, cores)
+    assert len(set(settings)) == len(settings)
+    assert {s.batch_size for s in settings} == {32}
+    for kind in ("threads", "processes"):
+        counts = [s.workers for s in settings if s.kind == kind]
+        assert counts == sorted(counts)
+        assert {0, 1, cores} <= set(counts)
+    assert Setting("threads", cores + 1, 32) in settings
+
+
+def test_the_fastest_is_recommended() -> None:
+    best, reason = recommend([speed("threads", 1, 10, 11, 12), speed("processes", 2, 30, 31, 5), speed("threads", 2, 20, 20, 90)])
+    assert best == Setting("processes", 2, 8)
+    assert reason == "the fastest: 30 samples/s"
+
+
+def test_of_those_alike_the_cheapest_is_recommended() -> None:
+    speeds = [
+        speed("processes", 1, 96),
+        speed("threads", 3, 100),
+        speed("threads", 1, 96),
+        speed("threads", 0, 94),
+        speed("processes", 0, 99),
+    ]
+    best, reason = recommend(speeds)
+    assert best == Setting("processes", 0, 8)
+    assert "within 5% of the fastest (BatchLoader, 3 threads, batch 8: 100)" in reason
+    assert recommend(speeds[:4])[0] == Setting("threads", 1, 8)
+
+
+def test_rule_of_thumb() -> None:
+    machine = Machine(cores=8, cold=100e6, warm=1e9, copy=1e9, to_device=None)
+    assert rule_of_thumb(machine, Data(100, 2e6, 0.01)) == 8
+    assert rule_of_thumb(machine, Data(100, 25e6, 0.01)) == 4
+    assert rule_of_thumb(machine, Data(100, 900e6, 0.01)) == 1
+
+
+def test_every_setting_is_run_and_its_code_works(tmp_path: Path) -> None:
+    write_packed(tmp_path, "memmap", "classification", counts=(20,))
+    ds = MemmapDataset(tmp_path)
+    said: list[str] = []
+    result = tune(ds, batch_size=4, seconds=0.3, progress=said.append)
+    assert [s.setting for s in result.speeds] == grid(4, default_workers())
+    assert all(rate > 0 for s in result.speeds for rate in s.rounds)
+    assert result.speed_of(result.best).median >= 0.95 * max(s.median for s in result.speeds)
+    assert [s.setting.batch_size for s in result.other_batches] == [2, 4, 8, 16]
+    assert any("1 threads" in line for line in said)
+    for setting in (Setting("threads", 1, 4), Setting("processes", 1, 4)):
+        names: dict[str, Any] = {"ds": ds, "device": "cpu"}
+        exec(setting.code, names)
+        assert sum(len(batch["image"]) for batch in names["batches"]) == 20
+    with pytest.raises(ValueError, match="seconds is 0"):
+        tune(ds, 4, seconds=0)
+
+
+@pytest.mark.parametrize("layout", ["tar", "memmap"])
+def test_rates_of_machine_and_data(tmp_path: Path, layout: Any) -> None:
+    write_packed(tmp_path, layout, "detection")
+    machine = measure_machine(tmp_path, "train", 0.02)
+    assert min(machine.cold, machine.warm, machine.copy) > 0
+    assert machine.cores == default_workers()
+    if layout == "memmap":
+        data = measure_data(MemmapDataset(tmp_path), 0.02)
+        files = [f for f in (tmp_path / "train").rglob("*") if f.is_file()]
+        assert data.sample_bytes == pytest.approx(sum(f.stat().st_size for f in files) / 10)
+        assert data.load_s > 0
+
+
+class TestCommand:
+    def run(self, *arguments: object) -> Any:
+        return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+    @pytest.mark.slow
+    def test_text_json_and_plot(self, tmp_path: Path) -> None:
+        write_packed(tmp_path / "set", "tar", "classification", sizes=((40, 50), (60, 40)))
+        done = self.run(tmp_path / "set", "--seconds", 1, "--batch-size", 2, "--size", 16, "--quiet", "--plot", tmp_path / "b.png")
+        assert done.exit_code == 0, done.output
+        for text in (
+            "RandomResizedCrop(16), Flip() (--size 16)",
+            "storage: ",
+            "rule of thumb",
+            "recommended: ",
+            "from loaders.shards import",
+        ):
+            assert text in done.output
+        assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+        done = self.run(tmp_path / "set", "--seconds", 1, "--batch-size", 2, "--json")
+        result = json.loads(done.stdout)
+        assert result["recommended"]["batch_size"] == 2
+        assert result["transform"].startswith("RandomResizedCrop(224)")
+
+    def test_wrong_usage(self, tmp_path: Path) -> None:
+        write_packed(tmp_path / "set", "memmap")
+        done = self.run(tmp_path / "set", "--batch-size", 64)
+        assert done.exit_code == 2
+        assert "--batch-size is 64, expected 1 to 10" in done.output
+        done = self.run(tmp_path / "set", "--split", "trian")
+        assert done.exit_code == 1
+        assert "trian" in done.output
+        assert "train" in done.output
+        done = self.run(tmp_path / "nothing")
+        assert done.exit_code == 1
+        assert "Traceback" not in done.output
