@@ -30,10 +30,11 @@ types: $(INSTALLED)  ## mypy, strict
 bench: $(INSTALLED)  ## loading against peers, packing against bare loops: BENCH="--list", "--install", "memmap224 --rounds 3", ...
 	$(BIN)/python recipes/benchmarks/run.py $(BENCH)
 
-robustness: $(INSTALLED)  ## kill and resume, mutations, what users see, each in full with its figure: about ten minutes
+robustness: $(INSTALLED)  ## kill and resume, mutations, what users see, a million rows and 100,000 files, each with its figure: a quarter of an hour
 	$(BIN)/python recipes/robustness/kill_and_resume.py
 	$(BIN)/python recipes/robustness/mutations.py
 	$(BIN)/python recipes/robustness/what_users_see.py
+	$(BIN)/python recipes/robustness/scale.py
 
 fuzz: $(INSTALLED)  ## hostile bytes for every reader, one minute; longer: see README
 	$(BIN)/python recipes/robustness/fuzz.py --seconds 60

@@ -22,6 +22,7 @@ from loaders.collate import Collate, collate_list
 from loaders.epochs import EpochPart, Epochs, rank_and_world
 from loaders.prefetch import DevicePrefetcher, check_device, map_tensors
 from loaders.sampling import Remainder
+from loaders.slots import Slots
 from loaders.weighted import Weights
 
 UPLOAD_BYTES = 64_000_000
@@ -90,6 +91,7 @@ class DeviceDataset:
         if not fit:
             raise ValueError(f"{fit} on {self.device}: take BatchLoader and DevicePrefetcher, or pack smaller images")
         self._fields = self._upload()
+        self._slots = Slots(keep=4, pinned=False)
         self._iteration = 0
 
     @staticmethod
@@ -167,12 +169,20 @@ class DeviceDataset:
                 yield batch
 
     def _batch(self, on_host: Any, indices: torch.Tensor) -> Batch:
-        batch: Batch = {name: whole.index_select(0, indices) for name, whole in self._fields.items()}
+        batch = self._gathered(indices)
         batch["image"] = batch["image"].permute(0, 3, 1, 2)
         if self.ds.task == "detection":
             boxes = self.collate.ragged(*self.ds.gather_ragged(on_host))
             batch.update(map_tensors(boxes, self._moved))
         return batch
+
+    def _gathered(self, indices: torch.Tensor) -> Batch:
+        if self.device.type != "cpu":
+            return {name: whole.index_select(0, indices) for name, whole in self._fields.items()}
+        slot = self._slots.take(self.ds.batch_fields(), len(indices))  # fresh memory would cost more than the gather
+        for name, whole in self._fields.items():
+            torch.index_select(whole, 0, indices, out=torch.from_numpy(slot.arrays[name]))
+        return dict(self._slots.lend(slot))
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

@@ -36,21 +36,27 @@ def test_grid(cores: int) -> None:
 def test_the_fastest_is_recommended() -> None:
     best, reason = recommend([speed("threads", 1, 10, 11, 12), speed("processes", 2, 30, 31, 5), speed("threads", 2, 20, 20, 90)])
     assert best == Setting("processes", 2, 8)
-    assert reason == "the fastest: 30 samples/s"
+    assert reason == "30 samples/s, the fastest"
 
 
-def test_of_those_alike_the_cheapest_is_recommended() -> None:
+def test_of_those_alike_the_cheapest_that_loads_ahead_is_recommended() -> None:
     speeds = [
         speed("processes", 1, 96),
         speed("threads", 3, 100),
         speed("threads", 1, 96),
-        speed("threads", 0, 94),
+        speed("threads", 0, 99),
         speed("processes", 0, 99),
     ]
     best, reason = recommend(speeds)
-    assert best == Setting("processes", 0, 8)
-    assert "within 5% of the fastest (BatchLoader, 3 threads, batch 8: 100)" in reason
-    assert recommend(speeds[:4])[0] == Setting("threads", 1, 8)
+    assert best == Setting("threads", 1, 8)
+    assert reason == "96 samples/s, within 5% of the fastest (BatchLoader, 3 threads, batch 8: 100)"
+    assert recommend(speeds[:2])[0] == Setting("processes", 1, 8)
+
+
+def test_no_worker_is_recommended_where_it_is_clearly_faster() -> None:
+    best, reason = recommend([speed("threads", 0, 100), speed("threads", 1, 90)])
+    assert best == Setting("threads", 0, 8)
+    assert "workers=1 loads meanwhile" in reason
 
 
 def test_rule_of_thumb() -> None:
