@@ -2,8 +2,9 @@
 
     DeviceDataset(ds, "cuda", 512, batch_transform=Sequence(Flip(), Shift(4), Normalize(MEAN, STD, torch.float16)))
 
-Each takes a batch (a dict with `image` [B, 3, H, W] and `index` int64 [B]) and returns it, changed. What is random depends on (seed, epoch,
-index) alone, by integer hashes: the same on every device, for any batch size and number of ranks, and after a resume.
+Each takes a batch (a dict with `image` [B, 3, H, W] and `index` int64 [B]) and returns it, changed. What is drawn for a sample depends on
+(seed, epoch, index) alone, by integer hashes: the same on every device, for any batch size and number of ranks, and after a resume. Only
+`MixUp` also depends on the batch: it mixes with another sample of it.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Shift(_Random):
 
 
 class MixUp(_Random):
-    """Mixes each sample with the one at the other end of its batch, as in Zhang et al. 2018 (arXiv:1710.09412), a weight for each pair.
+    """Mixes each sample with the one at the other end of its batch, as in Zhang et al. 2018 (arXiv:1710.09412), by a weight of its own.
 
     `image` becomes floating point (float32 where it was uint8) and `label` float32 [B, num_classes], which torch's cross_entropy takes.
 

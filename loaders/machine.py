@@ -17,6 +17,7 @@ from loaders.format import read_manifest
 
 BLOCK = 8 << 20
 MOST_BYTES = 1 << 30
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def measure_data(ds: PackedDataset, seconds: float) -> Data:
         end = time.perf_counter() + seconds
         began, count = time.thread_time(), 0
         while count == 0 or time.perf_counter() < end:
-            ds.load(count * 7919 % len(ds))  # a prime, so that a class-sorted set is not seen from its start only
+            ds.load(int(count * _GOLDEN % 1 * len(ds)))  # everywhere in the set, however far it comes
             count += 1
         load_s = (time.thread_time() - began) / count
     finally:

@@ -14,7 +14,6 @@ the overlap of steps; take it for a measurement, not for a training.
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from array import array
@@ -30,9 +29,7 @@ from numpy.typing import NDArray
 from loaders.advice import Advice, advise
 from loaders.batches import default_workers
 from loaders.prefetch import map_tensors
-
-SAMPLE_EVERY_S = 1.0
-"""How often processor, memory and device are looked at; they cost more than a clock."""
+from loaders.usage import Usage
 
 
 class ScalarWriter(Protocol):
@@ -96,7 +93,8 @@ class Monitor:
         log_every: steps per line, and per scalar of `writer`.
         writer: such as ``torch.utils.tensorboard.SummaryWriter``.
         synchronize: wait for the device at the end of each step; see above.
-        device: whose load is watched; None: the current CUDA device when CUDA is in use. Needs the package pynvml (nvidia-ml-py).
+        device: number of the CUDA device that is waited for and watched; None: the current one. Watching needs the package pynvml
+            (nvidia-ml-py).
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class Monitor:
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[Any]:
-        run = _Run(self._epoch, self.device)
+        run = _Run(self._loaders_epoch(), self.device)
         try:
             with _Lines(self.log) as lines:
                 yield from self._measured(run, lines)
@@ -138,6 +136,20 @@ class Monitor:
                 self.summary = run.summary()
                 self._epoch += 1
         self._tell()
+
+    def _loaders_epoch(self) -> int:
+        """Which epoch the loader begins, where it knows; else the number of those before it here."""
+        state = self.batches.state_dict() if hasattr(self.batches, "state_dict") else {}
+        epoch = state.get("epoch", self._epoch)
+        return epoch if isinstance(epoch, int) else self._epoch
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close = getattr(self.batches, "close", None)
+        if close is not None:
+            close()
 
     def _measured(self, run: _Run, lines: _Lines) -> Iterator[Any]:
         clock = time.perf_counter
@@ -153,7 +165,7 @@ class Monitor:
             yield batch
             del batch
             if self.synchronize and torch.cuda.is_available():
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(self.device)
             now = clock()
             run.add(got - before, now - got, size, now)
             self._step += 1
@@ -168,7 +180,7 @@ class Monitor:
         """The last `log_every` steps: one line, and scalars."""
         data_s, step_s = sum(run.data_s[-self.log_every :]), sum(run.step_s[-self.log_every :])
         samples = sum(run.sizes[-self.log_every :])
-        values = {"data_share": data_s / (data_s + step_s), "samples_per_s": samples / (data_s + step_s), "rss_bytes": run.load.rss_bytes}
+        values = {"data_share": data_s / (data_s + step_s), "samples_per_s": samples / (data_s + step_s), "rss_bytes": run.usage.rss_bytes}
         if self.writer is not None:
             for name, value in values.items():
                 self.writer.add_scalar(f"loader/{name}", value, self._step)
@@ -197,14 +209,14 @@ class _Run:
     def __init__(self, epoch: int, device: int | None) -> None:
         self.epoch = epoch
         self.data_s, self.step_s, self.sizes = array("d"), array("d"), array("q")
-        self.load = _Load(device)
+        self.usage = Usage(device)
 
     def add(self, data_s: float, step_s: float, size: int, now: float) -> None:
         self.data_s.append(data_s)
         self.step_s.append(step_s)
         self.sizes.append(size)
-        if now >= self.load.next_look:
-            self.load.look(now)
+        if now >= self.usage.next_look:
+            self.usage.look(now)
 
     def summary(self) -> Summary:
         data, step = np.asarray(self.data_s), np.asarray(self.step_s)
@@ -221,99 +233,13 @@ class _Run:
             first_s=self.data_s[0],
             data_percentiles_s=_three(data),
             step_percentiles_s=_three(step),
-            **self.load.total(),
+            **self.usage.total(),
         )
 
 
 def _three(times: NDArray[np.float64]) -> tuple[float, float, float]:
     p50, p90, p99 = np.percentile(times, (50, 90, 99)).tolist()
     return p50, p90, p99
-
-
-class _Load:
-    """Processor, memory, storage and device since it was made."""
-
-    def __init__(self, device: int | None) -> None:
-        self._device = _Device.open(device)
-        self._began = time.perf_counter()
-        self._cpu_s = _cpu_s()
-        self._read = _read_bytes()
-        self._gpu: list[tuple[float, int]] = []
-        self.rss_bytes = 0
-        self.next_look = 0.0
-
-    def look(self, now: float) -> None:
-        self.next_look = now + SAMPLE_EVERY_S
-        self.rss_bytes = max(self.rss_bytes, _rss_bytes())
-        if self._device is not None:
-            self._gpu.append(self._device.read())
-
-    def total(self) -> dict[str, Any]:
-        self.look(time.perf_counter())
-        seconds = max(time.perf_counter() - self._began, 1e-9)
-        read = _read_bytes()
-        return {
-            "cpu_share": (_cpu_s() - self._cpu_s) / seconds / default_workers(),
-            "rss_bytes": self.rss_bytes,
-            "read_bytes": None if read is None or self._read is None else read - self._read,
-            "gpu_share": float(np.mean([share for share, _ in self._gpu])) if self._gpu else None,
-            "gpu_bytes": int(np.mean([used for _, used in self._gpu])) if self._gpu else None,
-        }
-
-
-def _cpu_s() -> float:
-    """Processor seconds of this process and its children, running ones included (Linux; elsewhere ended ones only)."""
-    total = sum(os.times()[:4])
-    for path in Path("/proc/self/task").glob("*/children"):  # a child is listed under the thread that started it
-        try:
-            for child in path.read_text().split():
-                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
-                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except OSError:
-            pass  # it has just ended
-    return total
-
-
-def _rss_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def _read_bytes() -> int | None:
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
-
-
-class _Device:
-    """A CUDA device through pynvml, where both are there."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-
-    @classmethod
-    def open(cls, index: int | None) -> _Device | None:
-        if not torch.cuda.is_available():
-            return None
-        try:
-            import pynvml  # type: ignore[import-not-found]  # optional, and without types
-
-            pynvml.nvmlInit()
-            uuid = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid
-            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode()))
-        except Exception:  # no pynvml, or a driver that tells nothing: the rest is measured all the same
-            return None
-
-    def read(self) -> tuple[float, int]:
-        """Share of the last moments in which a kernel ran, 0 to 1, and bytes in use."""
-        return (
-            self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100,
-            int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used),
-        )
 
 
 class _Lines:

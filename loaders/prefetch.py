@@ -81,8 +81,10 @@ class DevicePrefetcher:
                     yield batch
                     del batch  # the consumer alone decides how long it lives
         finally:
-            source.close()
-            self._take_back()
+            try:
+                source.close()
+            finally:
+                self._take_back()
 
     def _take_back(self) -> None:
         """Where the loop was left near its end, the iterable may be an epoch ahead of the consumer."""
@@ -116,15 +118,19 @@ class _Source:
         self._iterator: Iterator[Any] | None = None
         self._start_copy = start_copy
         self._under_way: deque[tuple[Copy, Any]] = deque()
+        self._busy = False
 
     def __call__(self, number: int) -> tuple[Copy, Mapping[str, Any] | None] | _End:
         del number
         if self._iterator is None:
             self._iterator = iter(self._batches)
+        self._busy = True
         try:
             batch = next(self._iterator)
         except StopIteration:
             return _End()
+        finally:
+            self._busy = False
         state, copy = self.state(), self._start_copy(batch)
         self._under_way.append((copy, batch))
         while self._under_way and self._under_way[0][0].is_done():
@@ -136,7 +142,7 @@ class _Source:
 
     def close(self) -> None:
         close = getattr(self._iterator, "close", None)
-        if close is not None:
+        if close is not None and not self._busy:  # a generator that still runs, in a thread that was not waited for, cannot be closed
             close()
 
 
@@ -163,15 +169,15 @@ class _CudaCopies:
     def __call__(self, batch: Any) -> Copy:
         with torch.cuda.stream(self.stream):
             moved = map_tensors(batch, lambda t: t.to(self.device, non_blocking=True))
-            return _CudaCopy(moved, self.stream.record_event())
+            return _CudaCopy(moved, self.stream.record_event(), self.device)
 
 
 class _CudaCopy:
-    def __init__(self, moved: Any, event: torch.cuda.Event) -> None:
-        self._moved, self._event = moved, event
+    def __init__(self, moved: Any, event: torch.cuda.Event, device: torch.device) -> None:
+        self._moved, self._event, self._device = moved, event, device
 
     def wait(self) -> Any:
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)  # not that of the current device, which may be another
         stream.wait_event(self._event)
         moved, self._moved = self._moved, None
         # The memory belongs to the side stream's pool: the allocator must know who else reads it before it lends it again.
@@ -209,7 +215,9 @@ def check_device(device: str | torch.device) -> torch.device:
     if found.type != "cuda":
         raise ValueError(f"device is {device!r}, expected 'cuda' or 'cpu'")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = torch.cuda.current_device() if count and ":" not in str(found) else found.index or 0
+    index: int | None = found.index  # None without a number, whatever the stubs say
+    if index is None:
+        index = torch.cuda.current_device() if count else 0
     if index >= count:
         raise ValueError(f"device is {device!r}, but this process sees {count} CUDA devices; device='cpu' works everywhere")
     return torch.device("cuda", index)

@@ -8,6 +8,7 @@ for epoch in range(100):
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,8 +144,8 @@ class DeviceDataset:
     def __iter__(self) -> Iterator[Batch]:
         self._iteration += 1
         begin_epoch(self.batch_transform, self._epochs.epoch)
-        count = len(self._epochs)
-        return self._batches(self._epochs.begin(), count, self._iteration)
+        part = self._epochs.begin()
+        return self._batches(part, len(self._epochs), self._iteration)
 
     def _batches(self, part: EpochPart, count: int, iteration: int) -> Iterator[Batch]:
         if count == 0:  # a resumed epoch may have no batch left
@@ -211,7 +212,8 @@ class DeviceDataset:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no line MemAvailable: the free memory is not known")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system than Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

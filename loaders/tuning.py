@@ -3,15 +3,16 @@
     result = tune(ds, batch_size=64, seconds=60)
     print(result.best.code)
 
-Every setting of a small grid is run in turns: each round visits all of them for a moment, so that whatever else the machine does falls on
-all alike, and the median over the rounds counts. `loaders.machine` measures why it comes out as it does.
+Every setting of a small grid is run in turns: each round visits all of them for a moment, from another one on each time, so that whatever
+else the machine does falls on all alike, and the median over the rounds counts. Threads and processes end with their turn. `loaders.machine`
+measures why it comes out as it does.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,15 +78,14 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`speeds` in the order of the grid; `best` is recommended for `reason`; `other_batches` are other batch sizes with best's workers."""
+    """`speeds` in the order of the grid; `best` is recommended for `reason`; `other_batches` are other batch sizes with best's workers;
+    `left_out` names settings that cannot run here, with the reason."""
 
     speeds: tuple[Speed, ...]
+    left_out: tuple[tuple[Setting, str], ...]
     other_batches: tuple[Speed, ...]
     best: Setting
     reason: str
-
-    def speed_of(self, setting: Setting) -> Speed:
-        return next(s for s in self.speeds if s.setting == setting)
 
 
 def grid(batch_size: int, cores: int) -> list[Setting]:
@@ -110,11 +110,11 @@ def tune(ds: BatchSource, batch_size: int = 64, seconds: float = 60.0, progress:
     if seconds <= 0:
         raise ValueError(f"seconds is {seconds}, expected above 0")
     settings = grid(batch_size, default_workers())
-    speeds = race(ds, settings, seconds * 0.8, progress)
+    speeds, left_out = race(ds, settings, seconds * 0.8, progress)
     best, reason = recommend(speeds)
     sizes = [size for size in (batch_size // 2, batch_size, batch_size * 2, batch_size * 4) if 1 <= size <= len(ds)]
     others = [Setting(best.kind, best.workers, size) for size in sizes]
-    return Tuning(tuple(speeds), tuple(race(ds, others, seconds * 0.2, progress, rounds=3)), best, reason)
+    return Tuning(tuple(speeds), tuple(left_out), tuple(race(ds, others, seconds * 0.2, progress, rounds=3)[0]), best, reason)
 
 
 def recommend(speeds: Iterable[Speed]) -> tuple[Setting, str]:
@@ -134,62 +134,60 @@ def recommend(speeds: Iterable[Speed]) -> tuple[Setting, str]:
     return best.setting, reason
 
 
-def race(ds: Any, settings: list[Setting], seconds: float, progress: Progress, rounds: int = ROUNDS) -> list[Speed]:
-    """Run each setting for an equal share of `seconds`, in turns; fewer rounds, but at least one, where batches take too long for all."""
-    slice_s = seconds / (rounds * len(settings))
-    runners = [_Runner(ds, setting) for setting in settings]
+def race(
+    ds: Any, settings: list[Setting], seconds: float, progress: Progress, rounds: int = ROUNDS
+) -> tuple[list[Speed], list[tuple[Setting, str]]]:
+    """Run each setting for an equal share of `seconds`, in turns; fewer rounds, but at least one, where batches take too long for all.
+
+    Returns the speeds, and the settings that cannot run here (a small /dev/shm, few open files), with the reason.
+
+    Raises:
+        ValueError: none can run.
+    """
+    rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    left_out: dict[Setting, str] = {}
     end = time.perf_counter() + seconds
+    for number in range(rounds):
+        if number and time.perf_counter() > end:
+            break
+        first = number % len(settings)
+        for setting in settings[first:] + settings[:first]:
+            if setting in left_out:
+                continue
+            progress(f"round {number + 1} of {rounds}: {setting}")
+            try:
+                loader = setting.open(ds)
+            except ValueError as e:
+                left_out[setting] = str(e)
+                continue
+            rates[setting].append(_turn(loader, setting, seconds / (rounds * len(settings))))
+    if len(left_out) == len(settings):
+        raise ValueError(next(iter(left_out.values())))
+    return [Speed(setting, tuple(found)) for setting, found in rates.items() if found], list(left_out.items())
+
+
+def _turn(loader: Iterable[Any], setting: Setting, seconds: float) -> float:
+    """Samples per second of a loader that is new, and ends here; at least two batches are timed.
+
+    The first batch of each worker is not: it starts them, opens files, and they all come at a time.
+    """
+    batches = _endless(loader)
     try:
-        for number in range(rounds):
-            if number and time.perf_counter() > end:
-                break
-            for runner in runners:
-                progress(f"round {number + 1} of {rounds}: {runner.setting}")
-                runner.run(slice_s)
-    finally:
-        for runner in runners:
-            runner.close()
-    return [Speed(runner.setting, tuple(runner.rates)) for runner in runners]
-
-
-class _Runner:
-    """One setting's loader, kept between its turns."""
-
-    def __init__(self, ds: Any, setting: Setting) -> None:
-        self.setting = setting
-        self.rates: list[float] = []
-        self._ds = ds
-        self._loader: Iterable[Any] | None = None
-        self._batches: Iterator[Any] = iter(())
-
-    def _endless(self) -> Iterator[Any]:
-        self._loader = self.setting.open(self._ds)
-        while True:
-            yield from self._loader
-
-    def run(self, seconds: float) -> None:
-        """Take batches for `seconds`, at least two. What was made ahead while another setting ran is taken first and does not count."""
-        first = self._loader is None
-        if first:
-            self._batches = self._endless()
-        for _ in range(_made_ahead(self.setting) + (2 if first else 0)):
-            next(self._batches)
+        for _ in range(max(1, setting.workers)):
+            next(batches)
         began = now = time.perf_counter()
         count = 0
         while count < 2 or now - began < seconds:
-            next(self._batches)
+            next(batches)
             count += 1
             now = time.perf_counter()
-        self.rates.append(count * self.setting.batch_size / (now - began))
-
-    def close(self) -> None:
-        self._batches = iter(())
-        if isinstance(self._loader, BatchLoader):
-            self._loader.close()
-        self._loader = None  # a DataLoader ends its workers when it is garbage
+    finally:
+        batches.close()
+        if isinstance(loader, BatchLoader):
+            loader.close()
+    return count * setting.batch_size / (now - began)
 
 
-def _made_ahead(setting: Setting) -> int:
-    if setting.workers == 0:
-        return 0
-    return setting.workers + 2 if setting.kind == "threads" else 2 * setting.workers
+def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:
+    while True:
+        yield from loader

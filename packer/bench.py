@@ -9,14 +9,14 @@ from typing import Any
 
 from loaders.augment import Compose, Flip, Letterbox, RandomResizedCrop
 from loaders.dataset import PackedDataset
-from loaders.format import read_manifest
+from loaders.format import FormatError, read_manifest
 from loaders.machine import Data, Machine, measure_data, measure_machine, rule_of_thumb
 from loaders.memmap import MemmapDataset
 from loaders.regions import Transform
 from loaders.shards import ShardDataset
 from loaders.tuning import Setting, Speed, Tuning, tune
 from packer.info import human_bytes, table
-from packer.sample import UsageError
+from packer.sample import PackError, UsageError
 
 SHARE_FOR_RATES = 0.15
 """Of the time: for the rates of machine and data."""
@@ -44,7 +44,14 @@ class Report:
             yield f"to the device: {_rate(machine.to_device)}"
         yield f"one core loads {1 / data.load_s:,.0f} samples/s; {machine.cores} cores"
         yield ""
-        yield from table([["samples/s", "spread", "", "setting"], *(_row(speed, tuning) for speed in _ranked(tuning.speeds))])
+        yield from table(
+            [
+                ["samples/s", f"in {len(tuning.speeds[0].rounds)} rounds", "", "setting"],
+                *(_row(speed, tuning) for speed in _ranked(tuning.speeds)),
+            ]
+        )
+        for setting, why in tuning.left_out:
+            yield f"left out: {setting}: {why}"
         yield ""
         yield "other batch sizes: " + ", ".join(f"{s.setting.batch_size}: {s.median:,.0f}/s" for s in tuning.other_batches)
         yield (
@@ -70,6 +77,7 @@ class Report:
                 "to_device": machine.to_device,
             },
             "data": {"num_samples": data.num_samples, "sample_bytes": data.sample_bytes, "load_s": data.load_s},
+            "left_out": [{**_setting(setting), "reason": why} for setting, why in self.tuning.left_out],
             "settings": [{**_setting(s.setting), "samples_per_s": s.rounds} for s in self.tuning.speeds],
             "recommended": {**_setting(self.tuning.best), "reason": self.tuning.reason, "code": self.tuning.best.code},
         }
@@ -88,6 +96,7 @@ def bench(root: Path, split: str, batch_size: int, seconds: float, size: int | N
 
     Raises:
         FormatError: the data set cannot be read.
+        PackError: a sample cannot be loaded, or no loader can run here.
         UsageError: the split has fewer samples than a batch, or an argument is out of range.
     """
     kind = _class(read_manifest(root).layout)
@@ -98,9 +107,14 @@ def bench(root: Path, split: str, batch_size: int, seconds: float, size: int | N
     ds = kind(root, split, transform=transform)
     progress("rates of the machine and the data")
     each = seconds * SHARE_FOR_RATES / 4
-    machine = measure_machine(root, split, each)
-    data = measure_data(ds, each)
-    tuning = tune(ds, batch_size, seconds * (1 - SHARE_FOR_RATES), progress)
+    try:
+        machine = measure_machine(root, split, each)
+        data = measure_data(ds, each)
+        tuning = tune(ds, batch_size, seconds * (1 - SHARE_FOR_RATES), progress)
+    except FormatError:
+        raise
+    except ValueError as e:  # a damaged sample, or settings that cannot be here
+        raise PackError(str(e)) from None
     return Report(root, split, ds.layout, words, machine, data, tuning)
 
 

@@ -206,6 +206,27 @@ def test_num_samples() -> None:
     assert num_samples("text") == 0
 
 
+def test_the_epoch_is_the_loaders(tmp_path: Path) -> None:
+    write_packed(tmp_path, "memmap")
+    with quiet(BatchLoader(MemmapDataset(tmp_path), 4)) as monitor:
+        monitor.set_epoch(7)
+        assert len(list(monitor)) == 2
+        assert finished(monitor).epoch == 7
+    with pytest.raises(RuntimeError, match="closed"):
+        iter(monitor.batches)
+
+
+def test_a_driver_that_refuses_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses:
+        def read(self) -> tuple[float, int]:
+            raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr("loaders.usage._Device.open", lambda _: Refuses())
+    monitor = quiet([torch.zeros(1)] * 3)
+    assert len(list(monitor)) == 3
+    assert finished(monitor).gpu_share is None
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="log_every is 0"):
         Monitor([], log_every=0)

@@ -222,6 +222,34 @@ def test_leaving_the_loop_ends_the_threads_and_keeps_the_epoch(dataset: MemmapDa
         assert [b["index"].tolist() for b in prefetcher] == first  # epoch 0 again, though the thread had read to its end
 
 
+def test_an_iterable_that_is_slow_to_end_is_left_to_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.engine.JOIN_S", 0.01)
+    go_on = threading.Event()
+    epochs: list[int] = []
+
+    class Slow:
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            go_on.wait(30)
+            yield 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"epoch": 3}
+
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+
+    for _ in DevicePrefetcher(Slow(), "cpu"):
+        break
+    gc.collect()
+    assert epochs == [3]
+    go_on.set()
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="depth is 0"):
         DevicePrefetcher([], "cpu", depth=0)

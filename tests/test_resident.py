@@ -107,6 +107,17 @@ def test_a_state_goes_on_in_either_loader(tmp_path: Path, steps: int) -> None:
         other.load_state_dict({**state, "fingerprint": "other"})
 
 
+def test_a_loaded_position_serves_one_iteration(tmp_path: Path) -> None:
+    ds = opened(write_packed(tmp_path, "memmap", "classification", counts=(40,)))
+    resident = DeviceDataset(ds, "cpu", 8)
+    next(iter(resident))
+    resident.load_state_dict(resident.state_dict())
+    for _ in resident:
+        break
+    assert sorted(i for batch in resident for i in batch["index"].tolist()) == list(range(40))
+    assert resident.state_dict()["epoch"] == 1
+
+
 def test_one_iterator_at_a_time(tmp_path: Path) -> None:
     resident = DeviceDataset(opened(write_packed(tmp_path, "memmap")), "cpu", 4)
     first = iter(resident)
