@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaders.collate import Collate
-from loaders.dataset import to_tensors
+from loaders.dataset import PackedDataset, to_tensors
 from loaders.epochs import EpochPart
 from loaders.format import Task
 from loaders.slots import Slot, Slots
@@ -116,7 +116,15 @@ class BatchMaker:
     def _transformed(self, keys: list[tuple[int, int]], collate: Collate) -> Batch:
         slot: Slot | None = None
         others: list[dict[str, Any]] = []
-        loaded = self._loaded([key for row, key in enumerate(keys) if not row or key != keys[row - 1]])
+        rows = [row for row, key in enumerate(keys) if not row or key != keys[row - 1]]
+        given: NDArray[Any] | None = None
+
+        def out(number: int) -> NDArray[Any] | None:
+            nonlocal given
+            given = None if slot is None else slot.arrays["image"][rows[number]]
+            return given
+
+        loaded = self._loaded([keys[row] for row in rows], out)
         for row, key in enumerate(keys):
             if slot is not None and key == keys[row - 1]:  # padding repeats a sample
                 slot.arrays["image"][row] = slot.arrays["image"][row - 1]
@@ -131,12 +139,15 @@ class BatchMaker:
                     f"{_name(sample)}: image has shape {image.shape} and dtype {image.dtype} after the transform, the first of its batch "
                     f"{shape} and {dtype}: let the transform give one size, or pass a collate(samples) of your own"
                 )
-            slot.arrays["image"][row] = image
+            if image is not given:
+                slot.arrays["image"][row] = image
             others.append(to_tensors({name: value for name, value in sample.items() if name != "image"}))
         assert slot is not None  # a batch has at least one sample
         return {**self._lent(slot), **collate(others)}
 
-    def _loaded(self, keys: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    def _loaded(self, keys: list[tuple[int, int]], out: Callable[[int], NDArray[Any] | None] | None = None) -> Iterator[dict[str, Any]]:
+        if isinstance(self.ds, PackedDataset):
+            return self.ds.load_many(keys, out)
         many = getattr(self.ds, "load_many", None)
         return (self.ds.load(*key) for key in keys) if many is None else many(keys)
 

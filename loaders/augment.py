@@ -63,6 +63,8 @@ class RandomResizedCrop:
     where ten draws do not fit into the picture, the largest centred part within `ratio` is taken.
     """
 
+    fills_out = True
+
     def __init__(
         self,
         size: int | Size,
@@ -94,11 +96,12 @@ class RandomResizedCrop:
         if "view" not in sample:
             return transformed(self, sample, rng, lambda: "RandomResizedCrop")
         h, w = sample["image"].shape[:2]
-        result = {**sample, "image": _resized(sample["image"], self.size, self.interpolation)}
+        flip, out = rng.random() < self.flip, sample.get("out")
+        result = {**sample, "image": _resized(sample["image"], self.size, self.interpolation, None if flip else out)}
         if "boxes" in sample:
             scale = np.array([self.size[1] / w, self.size[0] / h] * 2)
             result.update(clipped(sample, sample["boxes"] * scale, self.size, self.min_visible))
-        return _flipped(result, rng.random() < self.flip, False)
+        return _flipped(result, flip, False, out)
 
 
 class RandomCrop:
@@ -274,13 +277,14 @@ def _cv_image(image: NDArray[Any]) -> NDArray[Any]:
     return image.astype(np.float32) if image.dtype == np.float16 else image  # OpenCV interpolates no half precision
 
 
-def _resized(image: NDArray[Any], size: Size, interpolation: Interpolation) -> NDArray[Any]:
+def _resized(image: NDArray[Any], size: Size, interpolation: Interpolation, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """`image` at `size`: in `out`, where OpenCV finds that it fits."""
     h, w = image.shape[:2]
     if (h, w) == size:
         return image
     # INTER_AREA enlarges by repeating pixels.
     area = interpolation == "area" and size[0] <= h and size[1] <= w
-    resized = cv2.resize(_cv_image(image), size[::-1], interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR)
+    resized = cv2.resize(_cv_image(image), size[::-1], dst=out, interpolation=cv2.INTER_AREA if area else cv2.INTER_LINEAR)
     return resized.astype(image.dtype, copy=False)
 
 
@@ -293,8 +297,8 @@ def _on_canvas(image: NDArray[Any], size: Size, corner: Size, fill: int) -> NDAr
     return canvas
 
 
-def _flipped(sample: SampleDict, across: bool, down: bool) -> SampleDict:
-    """Mirror image and boxes of `sample`, which is changed."""
+def _flipped(sample: SampleDict, across: bool, down: bool, out: NDArray[Any] | None = None) -> SampleDict:
+    """Mirror image and boxes of `sample`, which is changed; the image in `out`, where it fits."""
     if not (across or down):
         return sample
     image = sample["image"]
@@ -302,7 +306,7 @@ def _flipped(sample: SampleDict, across: bool, down: bool) -> SampleDict:
     if image.dtype == np.float16:
         sample["image"] = np.ascontiguousarray(image[:: -1 if down else 1, :: -1 if across else 1])
     else:
-        sample["image"] = cv2.flip(image, -1 if across and down else int(across))
+        sample["image"] = cv2.flip(image, -1 if across and down else int(across), dst=out)
     if "boxes" in sample:
         x0, y0, x1, y1 = sample["boxes"].T
         if across:

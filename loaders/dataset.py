@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, SupportsIndex, TypeVar
@@ -126,7 +125,7 @@ class PackedDataset(Dataset[SampleDict], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also for workers that are running; a data set and its selections share it. Warns of what was replaced since."""
-        epoch = whole("epoch", epoch)
+        epoch = whole("epoch", epoch, 0)
         if epoch != self.epoch:
             self.report_replaced()
         self._epoch_array[0] = epoch
@@ -221,28 +220,40 @@ class PackedDataset(Dataset[SampleDict], ABC):
             return {"image": image, **self._fields(index)}
         return self._transformed(self.transform, index, epoch, self._read_view)
 
-    def load_many(self, keys: Sequence[tuple[SupportsIndex, int | None]]) -> Iterator[SampleDict]:
+    def load_many(
+        self, keys: Sequence[tuple[SupportsIndex, int | None]], out: Callable[[int], NDArray[Any] | None] | None = None
+    ) -> Iterator[SampleDict]:
         """`load` of each (index, epoch), in order; with the same results and errors, and faster where a transform has `region` or `size`.
 
         Those are asked, and bytes are read, for several samples ahead: between two decodes, which fill the processor's caches, that costs
         more than twice what it does in one go (20 % of a crop of a picture of 64 kB).
+
+        `out`: ``out(n)`` is asked for memory for the image of ``keys[n]``, C-contiguous [H, W, C], just before that image is transformed;
+        a transform that has `fills_out` may then give that very array as its image.
         """
         transform = self.transform
         if transform is None or not asks(transform):
             yield from (self.load(*key) for key in keys)
             return
         for start in range(0, len(keys), _AHEAD):
-            with ExitStack() as generators:
+            self._index.check_maps()
+            generators: list[np.random.Generator] = []
+            try:
                 begun = [self._begun(transform, *key, generators) for key in keys[start : start + _AHEAD]]
                 begun.reverse()
                 while begun:  # each is dropped once it is done, with the bytes that it holds
-                    yield begun.pop()()
+                    number = min(start + _AHEAD, len(keys)) - len(begun)
+                    yield begun.pop()(None if out is None else partial(out, number))
+            finally:
+                self._random.give_back(generators)
 
-    def _begun(self, transform: Transform, i: SupportsIndex, epoch: int | None, generators: ExitStack) -> Callable[[], SampleDict]:
-        """All of `load` but what follows on reading, now; the rest when the result is called."""
+    def _begun(
+        self, transform: Transform, i: SupportsIndex, epoch: int | None, generators: list[np.random.Generator]
+    ) -> Callable[[Callable[[], NDArray[Any] | None] | None], SampleDict]:
+        """All of `load` but what follows on reading, now; the rest when the result is called. A generator is added to `generators`."""
         index, epoch = self._index.index(i), self.epoch if epoch is None else epoch
-        self._index.check_maps()
-        rng = generators.enter_context(self._random.generator(self.seed, epoch, index))
+        rng = self._random.take(self.seed, epoch, index)
+        generators.append(rng)
         position, fields = self._index.position(index), self._fields(index)
 
         def where() -> str:
@@ -252,14 +263,14 @@ class PackedDataset(Dataset[SampleDict], ABC):
         try:
             decode = self._begin_view(position, region, least_size(transform, region))
         except SampleError:
-            return partial(self.load, index, epoch)  # which replaces it, or says the same again in its place
+            return lambda _: self.load(index, epoch)  # which replaces it, or says the same again in its place
 
-        def finish() -> SampleDict:
+        def finish(out: Callable[[], NDArray[Any] | None] | None) -> SampleDict:
             try:
                 seen = decode()
             except SampleError:
                 return self.load(index, epoch)
-            return call(transform, fields, View(self._private(seen.image), *seen[1:]), rng, where)
+            return call(transform, fields, View(self._private(seen.image), *seen[1:]), rng, where, out)
 
         return finish
 

@@ -115,6 +115,7 @@ class _Producer(threading.Thread, Generic[T]):
         # Daemon: an `Ordered` still referenced at exit must not keep the process; its finaliser runs before the interpreter ends.
         super().__init__(name=f"loaders-producer-{number}", daemon=True)
         self.shared = shared
+        self.launched = False
         self.prepared = threading.Event()
         self.default_threads = 0
 
@@ -234,9 +235,11 @@ def _start(threads: list[_Producer[T]]) -> None:
         torch.get_num_threads()  # the caller takes its number before the default changes
         try:
             for thread in threads:
+                thread.launched = True
                 try:
                     thread.start()
                 except RuntimeError as e:  # Python's message names neither cause nor cure
+                    thread.launched = False
                     raise RuntimeError(
                         f"{thread.name}: the system starts no more threads ({e}): give fewer workers, or raise the limit (`ulimit -u`)"
                     ) from None
@@ -272,7 +275,8 @@ def _end(shared: _Shared[T], pid: int) -> None:
         if threading.current_thread() not in threads:  # the garbage collector may run this in a producer
             deadline = time.monotonic() + JOIN_S
             for thread in threads:
-                if thread.ident is not None:
+                # An interrupt may have come while `start` waited for the thread, which then runs, or is about to.
+                if thread.launched and thread.prepared.wait(max(0.0, deadline - time.monotonic())):
                     thread.join(max(0.0, deadline - time.monotonic()))
     finally:
         _quiet_opencv.leave()

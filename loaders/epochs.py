@@ -152,6 +152,12 @@ class Epochs:
 
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which part of the data this process takes; None: as torch.distributed says where it is initialised, else all.
+
+    Raises:
+        TypeError: one is no whole number.
+        ValueError: one of the two lacks, or rank is not in 0 to world_size - 1.
+    """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if (rank is None) != (world_size is None) and not distributed:
         raise ValueError(f"rank is {rank} and world_size {world_size}: give both or neither, else every process takes the same samples")

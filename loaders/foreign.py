@@ -13,6 +13,7 @@ import struct
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,6 +95,22 @@ class Share(Protocol):
     def consumers(self) -> int: ...
 
 
+@dataclass(slots=True)
+class LastGood:
+    """The good sample that one iteration gave last. `before`: what it had given before it was resumed, encoded, the newest first."""
+
+    before: Iterator[RawSample]
+    raw: RawSample | None = None
+
+    def seek(self) -> RawSample | None:
+        """It, or None where there is none; of a resumed iteration that has given none yet, the newest before that decodes."""
+        while self.raw is None and (raw := next(self.before, None)) is not None:
+            with suppress(SampleError):
+                decode_parts(raw)
+                self.raw = raw
+        return self.raw
+
+
 class ForeignTars:
     """A list of tars. The reader protocol of `ShardStream`: shards, one consumer's encoded samples, decoding."""
 
@@ -104,7 +121,6 @@ class ForeignTars:
         self._transform = transform
         self._random = KeyedRandom()
         self._replacements = Replacements() if on_error == "replace" else None
-        self._last: RawSample | None = None  # the good sample that came before
         self.num_shards = len(urls)
         self.num_samples: int | None = None  # only reading all of them can tell
 
@@ -133,33 +149,33 @@ class ForeignTars:
                 f"{self.num_shards} shards (the first is {self._url(0)}) cannot be split over {consumers} readers (ranks x DataLoader "
                 f"workers): use fewer workers, so that there are at most {self.num_shards} readers, or more and smaller shards"
             )
-        self._last = None
         for shard in order[consumer::consumers].tolist():
             for number, sample in enumerate(read_tar(self._url(shard))):
                 num_bytes = sum(len(part) for part in sample.values())
                 yield Item((shard << 32) + number, num_bytes, sample.copy)
 
-    def decode(self, index: int, raw: RawSample, epoch: int) -> SampleDict:
-        """A sample's parts to its fields, transformed; under "replace" those of the last good sample, where these are damaged."""
-        sample = self._decoded(raw)
+    def decode(self, index: int, raw: RawSample, epoch: int, last: LastGood) -> SampleDict:
+        """A sample's parts to its fields, transformed; under "replace" those of the `last` good sample, where these are damaged."""
+        sample = self._decoded(raw, last)
         sample["index"] = index
         if self._transform is None:
             return sample
         with self._random.generator(self._seed, epoch, index) as rng:
             return transformed(self._transform, sample, rng, lambda: f"sample {raw['__key__']} of {raw['__url__']}, epoch {epoch}")
 
-    def _decoded(self, raw: RawSample) -> SampleDict:
+    def _decoded(self, raw: RawSample, last: LastGood) -> SampleDict:
         if self._replacements is None:
             return decode_parts(raw)
         try:
             sample = decode_parts(raw)
         except SampleError as e:
-            if self._last is None:
+            good = last.seek()
+            if good is None:
                 raise SampleError(f"{e}. No good sample came before it that could take its place") from None
-            sample = decode_parts(self._last)
-            self._replacements.count(f"sample {raw['__key__']} of {raw['__url__']} was replaced by {self._last['__key__']}", e)
+            sample = decode_parts(good)
+            self._replacements.count(f"sample {raw['__key__']} of {raw['__url__']} was replaced by {good['__key__']}", e)
         else:
-            self._last = raw
+            last.raw = raw
         return sample
 
 

@@ -51,7 +51,8 @@ class ForkAware:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        _fork_aware.add(self)
+        with _registry:
+            _fork_aware.add(self)
 
     def after_fork(self) -> None:
         """Called in a forked child, before it does anything else."""
@@ -59,9 +60,12 @@ class ForkAware:
 
 
 _fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+_registry = threading.RLock()  # a set that another thread adds to cannot be walked through
 
 
 def _after_fork() -> None:
+    global _registry
+    _registry = threading.RLock()
     for each in list(_fork_aware):
         each.after_fork()
 
@@ -77,9 +81,9 @@ class ProcessCache(ForkAware, Generic[T]):
     """
 
     def __init__(self, limit: int) -> None:
-        super().__init__()
         self._limit = limit
         self._items: OrderedDict[Hashable, T] = OrderedDict()
+        super().__init__()  # last: from now on other threads may empty it
 
     def after_fork(self) -> None:
         super().after_fork()
@@ -114,7 +118,9 @@ def _made(make: Callable[[], T]) -> T:
         except OSError as e:
             if not is_shortage(e):
                 raise
-        for each in list(_fork_aware):
+        with _registry:
+            known = list(_fork_aware)
+        for each in known:
             if isinstance(each, ProcessCache):
                 each.clear()
     return make()
@@ -184,6 +190,13 @@ class MapWatch:
             if now != size:
                 return f"{path}: has {now} bytes, and had {size} when it was opened: it was changed while in use"
         return None
+
+
+def give_back(array: NDArray[Any]) -> None:
+    """Take the pages of an array that is mapped for reading out of this process; they come back, from the page cache, when used."""
+    below = _map_below(array)
+    if below is not None and hasattr(mmap, "MADV_DONTNEED"):
+        below.madvise(mmap.MADV_DONTNEED)
 
 
 def _map_below(array: NDArray[Any]) -> mmap.mmap | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -39,16 +39,24 @@ class KeyedRandom:
     def __reduce__(self) -> tuple[type[KeyedRandom], tuple[()]]:
         return KeyedRandom, ()  # nothing but scratch memory: a copy in another process starts anew
 
-    @contextmanager
-    def generator(self, seed: int, epoch: int, index: int) -> Iterator[np.random.Generator]:
-        """A generator at the start of the stream of (seed, epoch, index), until the block ends."""
+    def take(self, seed: int, epoch: int, index: int) -> np.random.Generator:
+        """A generator at the start of the stream of (seed, epoch, index), the caller's alone until it is given back."""
         # Taken out while in use: several are under way at a time, and a transform that loads other samples (mosaic, mixup) gets here too.
         idle: list[np.random.Generator] = self._local.__dict__.setdefault("idle", [])
         generator = idle.pop() if idle else np.random.Generator(np.random.Philox(key=0))
         bits = generator.bit_generator
         assert isinstance(bits, np.random.Philox)
         rekey(bits, seed, epoch, index)
+        return generator
+
+    def give_back(self, generators: Iterable[np.random.Generator]) -> None:
+        self._local.__dict__.setdefault("idle", []).extend(generators)
+
+    @contextmanager
+    def generator(self, seed: int, epoch: int, index: int) -> Iterator[np.random.Generator]:
+        """`take`, and give back when the block ends."""
+        generator = self.take(seed, epoch, index)
         try:
             yield generator
         finally:
-            idle.append(generator)
+            self.give_back([generator])

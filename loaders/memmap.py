@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -127,10 +126,7 @@ class MemmapDataset(PackedDataset):
 
     def _gather_images(self, used: NDArray[np.int64], out: NDArray[Any]) -> None:
         positions = self._index.positions(used)
-        shards = self._index.shard_starts.searchsorted(positions, "right") - 1
-        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(used)] if len(used) else [0]
-        for first, last in pairwise(bounds):
-            shard = int(shards[first])
+        for shard, first, last in self._index.runs(positions):
             try:
                 images = self._images(shard)
             except _BadShard:

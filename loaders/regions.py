@@ -11,6 +11,9 @@ A transform is any ``transform(sample, rng) -> sample``. It may offer more:
 ``__call__`` of such a transform gets `image` [h, w, 3] of the region, `boxes` moved along (and scaled), neither clipped nor dropped, and
 `view` (y, x, scale): the image's first pixel lies at (y, x) of the stored picture, and a pixel is `scale` of its pixels wide. A sample
 without `view` is a whole picture of which no region was asked. `view` is taken out of the result.
+
+A transform whose class sets ``fills_out = True`` may find `out` beside it: memory for the image that it gives, C-contiguous [H, W, C] of
+the batch's shape and dtype (often its own, not always). Where it gives this very array, no copy into the batch is made.
 """
 
 from __future__ import annotations
@@ -101,13 +104,23 @@ def show(fields: SampleDict, view: View) -> SampleDict:
     return {"image": view.image, **fields, "boxes": boxes}
 
 
-def call(transform: Transform, fields: SampleDict, view: View, rng: np.random.Generator, where: Callable[[], str]) -> SampleDict:
-    """`transform` on a view; `fields` are the rest of the sample, of the whole picture.
+def call(
+    transform: Transform,
+    fields: SampleDict,
+    view: View,
+    rng: np.random.Generator,
+    where: Callable[[], str],
+    out: Callable[[], NDArray[Any] | None] | None = None,
+) -> SampleDict:
+    """`transform` on a view; `fields` are the rest of the sample, of the whole picture. `out`: gives memory for its image.
 
     Raises:
         TypeError: it returned no dict. Exceptions of the transform say `where()` it was.
     """
     sample = {**show(fields, view), "view": view[1:]} if asks(transform) else {"image": view.image, **fields}
+    # Not inherited: a class derived from it may keep its image, which then must be nobody else's.
+    if out is not None and "fills_out" in vars(type(transform)) and (memory := out()) is not None:
+        sample["out"] = memory
     try:
         result = transform(sample, rng)
     except Exception as e:
@@ -116,6 +129,7 @@ def call(transform: Transform, fields: SampleDict, view: View, rng: np.random.Ge
     if not isinstance(result, dict):
         raise TypeError(f"the transform of {where()} returned {type(result).__name__}, expected the sample dict")
     result.pop("view", None)
+    result.pop("out", None)
     return result
 
 

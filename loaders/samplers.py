@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from loaders.arguments import whole
 from loaders.epochs import EpochPart, Epochs, Source, rank_and_world
 from loaders.sampling import Remainder
 from loaders.weighted import Weights
@@ -78,21 +79,23 @@ class _Stateful:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch (0-based). The current epoch keeps its position: safe to call after `load_state_dict`."""
         if self._epochs.set_epoch(epoch):
-            self._running = None
+            self._move()
 
     def state_dict(self, received: int | None = None) -> dict[str, Any]:
         """The position after the batches that were taken from the sampler; plain ints and a string.
 
         Args:
-            received: the position after that many batches of the iteration that was begun last, instead. A DataLoader with workers takes
-                batches ahead, so give the number that its consumer got.
+            received: the position after that many batches of the iteration that was begun last, instead; where `load_state_dict` or
+                `set_epoch` has moved the sampler since, of the one to come. A DataLoader with workers takes batches ahead, so give the
+                number that its consumer got.
 
         Raises:
+            TypeError: `received` is no whole number.
             ValueError: that iteration has not so many batches.
         """
         if received is None:
             return self._epochs.state().to_dict()
-        return self._epochs.state_after(self._began, received).to_dict()
+        return self._epochs.state_after(self._began, whole("received", received)).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict`, of a sampler or of a `BatchLoader`, was called; batch size, ranks and workers may differ.
@@ -101,7 +104,12 @@ class _Stateful:
             ValueError: it is no state, or of another data set, order or weights; nothing was changed.
         """
         self._epochs.load(state)
+        self._move()
+
+    def _move(self) -> None:
+        """A running iterator ends; the position is where the next one begins."""
         self._running = None
+        self._began = self._epochs.state()
 
 
 class _Batches:
@@ -126,18 +134,22 @@ class _Batches:
                 self._sampler._running = None
                 self._sampler._epochs.next_epoch()
             raise StopIteration
-        if not self._is_running():
-            raise RuntimeError(
-                "this iterator was ended: its sampler was moved to another epoch or state, or iterated anew (one iterator at a time; make "
-                "a second sampler for a second DataLoader)"
-            )
+        self._check_running()
         indices: list[int] = self._part.batch(self._next)[0].tolist()
         self._next += 1
         return indices
 
     def count(self) -> None:
-        """Count the batch that was taken last."""
+        """Count the batch that was taken last, unless the sampler was moved since: it would count there."""
+        self._check_running()
         self._sampler._epochs.received()
+
+    def _check_running(self) -> None:
+        if not self._is_running():
+            raise RuntimeError(
+                "this iterator was ended: its sampler was moved to another epoch or state, or iterated anew (one iterator at a time; make "
+                "a second sampler for a second DataLoader)"
+            )
 
     def _is_running(self) -> bool:
         return self._sampler._running is not None and self._sampler._running() is self

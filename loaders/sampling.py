@@ -73,7 +73,7 @@ def permutation(n: int, seed: int, *labels: int) -> NDArray[np.int64]:
     """
     if n < 0:
         raise ValueError(f"permutation of {n} elements: n must be 0 or more")
-    return np.argsort(hashes(n, hash_key(seed, *labels)), kind="stable").astype(np.int64, copy=False)
+    return np.argsort(hashes(n, hash_key(seed, *labels))).astype(np.int64, copy=False)
 
 
 class SampleOrder(Protocol):
@@ -221,14 +221,6 @@ def batch_rows(
     by_position = np.argsort(real, kind="stable")  # stable: a real row stays before its own copies
     places = places[by_position]
     return real[by_position], np.minimum(places, len(order) - 1), places < len(order)
-
-
-def batch_indices(
-    order: SampleOrder, number: int, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """`batch_rows` without the places."""
-    indices, _, valid = batch_rows(order, number, batch_size, rank, world_size, remainder, samples_seen)
-    return indices, valid
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,9 @@ class Slots(ForkAware):
     """
 
     def __init__(self, keep: int, pinned: bool) -> None:
-        super().__init__()
         self.pinned = pinned
         self._ring: deque[Slot] = deque(maxlen=keep)
+        super().__init__()  # last: from now on a fork in another thread renews it
 
     def after_fork(self) -> None:
         super().after_fork()

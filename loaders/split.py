@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -28,8 +29,9 @@ from loaders.format import (
     read_manifest,
     sha256_file,
 )
-from loaders.handles import MapWatch
+from loaders.handles import MapWatch, give_back
 
+_ROWS_AT_A_TIME = 1 << 16
 Ragged = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
 
 
@@ -150,7 +152,7 @@ class SplitIndex:
         if raw.ndim != 1 or (raw.dtype.kind not in "iu" and raw.size):
             raise ValueError(f"indices have dtype {raw.dtype} and shape {raw.shape}, expected one dimension of ints")
         result, count = raw.astype(np.int64), len(self)
-        if result.size:
+        if result.size and result.view(np.uint64).max() >= count:  # a negative one is larger than any other
             low, high = int(result.min()), int(result.max())
             if low < -count or high >= count:
                 raise IndexError(f"index {low if low < -count else high} is out of range: split {self.split!r} has {count} samples")
@@ -166,6 +168,17 @@ class SplitIndex:
 
     def shard_of(self, position: int) -> int:
         return int(self.shard_starts.searchsorted(position, "right")) - 1
+
+    def runs(self, positions: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+        """(shard, first, last) of each stretch ``positions[first:last]`` that lies in one shard."""
+        if not len(positions):
+            return []
+        shard = self.shard_of(int(positions.min()))
+        if positions.max() < self.shard_starts[shard + 1]:
+            return [(shard, 0, len(positions))]
+        shards = self.shard_starts.searchsorted(positions, "right") - 1
+        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(positions)]
+        return [(int(shards[first]), first, last) for first, last in pairwise(bounds)]
 
     def shard_range(self, shard: int) -> range:
         """Positions of a shard's samples (`shard` counts from 0)."""
@@ -200,11 +213,17 @@ class SplitIndex:
 
     @cached_property
     def image_size(self) -> tuple[int, int] | None:
-        """(h, w) when all images have one size, else None."""
-        sizes = [self._column(name) for name in ("height", "width")]
-        if len(self) == 0 or any(int(values.min()) != int(values.max()) for values in sizes):
-            return None
-        return int(sizes[0][0]), int(sizes[1][0])
+        """(h, w) when all images have one size, else None. Reads a part of the rows at a time, and keeps none of their pages."""
+        size: tuple[int, int] | None = None
+        for start in range(0, len(self), _ROWS_AT_A_TIME):
+            self.check_maps()
+            part = slice(start, start + _ROWS_AT_A_TIME)
+            rows = self.samples[part if self.selection is None else self.selection[part]]
+            size = size or (int(rows["height"][0]), int(rows["width"][0]))
+            if (rows["height"] != size[0]).any() or (rows["width"] != size[1]).any():
+                return None
+            give_back(self.samples)
+        return size
 
     @cached_property
     def fingerprint(self) -> str:
@@ -231,7 +250,7 @@ class SplitIndex:
     def class_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """Labels of classification samples, int32 [B]. FormatError where one is none of the classes."""
         labels: NDArray[np.int32] = self.samples["label"][positions]
-        if self.classes and labels.size and not 0 <= labels.min() <= labels.max() < len(self.classes):
+        if self.classes and labels.size and labels.view("<u4").max() >= len(self.classes):  # a negative one is larger than any other
             raise self._bad_label(int(labels.min()) if labels.min() < 0 else int(labels.max()))
         return labels
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +17,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from loaders.arguments import function, one_of, whole
 from loaders.buffer import Item, buffered
 from loaders.dataset import to_tensors
+from loaders.epochs import rank_and_world
 from loaders.faults import OnError, share
-from loaders.foreign import ForeignTars, expand_sources, is_foreign
+from loaders.foreign import ForeignTars, LastGood, expand_sources, is_foreign
 from loaders.regions import SampleDict, Transform
 from loaders.sampling import Remainder, hash_key, permutation
 from loaders.tarset import ShardDataset
 
 STREAM_VERSION = 1
 """Raised when a seed gives another order than before."""
+_BACK = 64  # samples that are held at a time on the way back to a good one
 _SHARDS, _BUFFER = 1, 2  # labels that keep the random streams of one epoch apart
 
 
@@ -41,7 +44,7 @@ class ShardStream(IterableDataset[SampleDict]):
         transform: as in `ShardDataset`.
         rank, world_size: which part of the data this process takes. None: from torch.distributed where it is initialised, else all.
         on_error: "raise", or "replace": another sample comes in the place of a damaged one, so that every rank gets as many as without.
-            Packed data: the same one as in `ShardDataset`. Foreign tars: the good one that came before it in this process; a tar that is
+            Packed data: the same one as in `ShardDataset`. Foreign tars: the good one that came before it in this iteration; a tar that is
             cut short is an error all the same, since nobody knows what it held. Counted in `num_replaced`.
         check_crc: as in `ShardDataset`; packed data only.
         remainder: packed data only. Every rank gets the same number of samples, shared evenly over its DataLoader workers: so the same
@@ -89,15 +92,11 @@ class ShardStream(IterableDataset[SampleDict]):
         remainder: Remainder = "drop",
     ) -> None:
         shuffle = whole("shuffle", shuffle, 0, "the number of samples in the buffer, or 0 for stored order")
-        rank = None if rank is None else whole("rank", rank)
-        world_size = None if world_size is None else whole("world_size", world_size)
         function("transform", transform, "transform(sample, rng) -> sample")
         one_of("on_error", on_error, ("raise", "replace"))
         one_of("remainder", remainder, ("drop", "pad"))
-        if (rank is None) != (world_size is None):
-            raise ValueError(f"rank is {rank} and world_size is {world_size}: give both or neither")
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1} (world_size is {world_size})")
+        if rank is not None or world_size is not None:  # else asked for when it iterates: torch.distributed may be initialised by then
+            rank, world_size = rank_and_world(rank, world_size)
         self.shuffle = shuffle
         self.seed = whole("seed", seed)
         self.rank, self.world_size = rank, world_size
@@ -134,7 +133,7 @@ class ShardStream(IterableDataset[SampleDict]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the iterations that start from now on, also in DataLoader workers that are running. A loaded state of that
         epoch keeps its position."""
-        self._epoch[0] = whole("epoch", epoch)
+        self._epoch[0] = whole("epoch", epoch, 0)
         if self._loaded is not None and self._loaded.epoch != self.epoch:
             self._loaded = None
 
@@ -164,8 +163,13 @@ class ShardStream(IterableDataset[SampleDict]):
         epoch = position.epoch
         order = permutation(self._reader.num_shards, self.seed, epoch, _SHARDS) if self.shuffle else np.arange(self._reader.num_shards)
         key = hash_key(self.seed, epoch, _BUFFER, place.consumer)
-        for item in buffered(self._reader.items(order, place), self.shuffle, key, position.seen):
-            sample = to_tensors(self._reader.decode(item.index, item.data, epoch))
+
+        def items_from(skip: int) -> Iterator[Item]:
+            return buffered(self._reader.items(order, place), self.shuffle, key, skip)
+
+        last = LastGood(_backwards(items_from, position.seen))
+        for item in items_from(position.seen):
+            sample = to_tensors(self._reader.decode(item.index, item.data, epoch, last))
             if self.remainder == "pad":
                 sample["valid"] = item.valid
             position.seen += 1
@@ -218,11 +222,16 @@ class ShardStream(IterableDataset[SampleDict]):
             self._epoch[0] = position.epoch
 
     def _place(self) -> tuple[int, int]:
-        if self.rank is not None and self.world_size is not None:
-            return self.rank, self.world_size
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
+        return rank_and_world(self.rank, self.world_size)
+
+
+def _backwards(items_from: Callable[[int], Iterator[Item]], stop: int) -> Iterator[Any]:
+    """What the items before `stop` hold, the last first. Read only when asked for, in parts, so that few are held at a time."""
+    while stop:
+        start = max(stop - _BACK, 0)
+        part = [item.data for item in islice(items_from(start), stop - start)]
+        yield from reversed(part)
+        stop = start
 
 
 @dataclass(slots=True)
@@ -284,7 +293,7 @@ class _Reader(Protocol):
 
     def items(self, order: NDArray[np.int64], place: _Place) -> Iterator[Item]: ...
 
-    def decode(self, index: int, data: Any, epoch: int) -> SampleDict: ...
+    def decode(self, index: int, data: Any, epoch: int, last: LastGood) -> SampleDict: ...
 
 
 class _PackedReader:
@@ -318,5 +327,5 @@ class _PackedReader:
             for _ in range(max(mine.start, self.num_samples), mine.stop):
                 yield Item(last, self._dataset.encoded_sizes(range(last, last + 1))[0], partial(self._dataset.encoded, last), valid=False)
 
-    def decode(self, index: int, data: bytes, epoch: int) -> SampleDict:
+    def decode(self, index: int, data: bytes, epoch: int, last: LastGood) -> SampleDict:  # noqa: ARG002  (foreign tars need it)
         return self._dataset.load_encoded(index, data, epoch)

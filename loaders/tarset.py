@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.codecs import DecodeError, ImagePart, decode_image, decode_meta
-from loaders.crops import Expect, Grid, Read, SubJpeg, dct_scale, decode_scaled, open_grid, reader, scaled_cut
+from loaders.codecs import DecodeError, ImagePart, decode_image, decode_jpeg_into, decode_meta
+from loaders.crops import Expect, Grid, Read, SubJpeg, dct_scale, decode_region, open_grid, reader, scaled_cut
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import Layout
 from loaders.handles import OpenFile, is_shortage, shortage
-from loaders.jpeg import JpegError, parse_header
+from loaders.jpeg import JpegError, JpegHeader, parse_header
 from loaders.regions import Region, SampleDict, Size, View
 
 _MIN_BUFFER = 1 << 18
@@ -40,8 +40,8 @@ class ShardDataset(PackedDataset):
 
     Image bytes are read with `os.preadv`, never mapped: a file that is cut short while training gives a `SampleError`, and so does one
     that has another size than the manifest says when it is opened. A deleted file that is open can still be read. Of a JPEG with a
-    restart grid only the cells that a transform's `region` needs are read and decoded; any other image is decoded whole and cut, with
-    the same result.
+    restart grid only the cells that a transform's `region` needs are read and decoded; of any other baseline JPEG no row below the
+    region is decoded; what else there is, is decoded whole and cut: all with the same result.
     """
 
     layout: ClassVar[Layout] = "tar"
@@ -161,23 +161,20 @@ class ShardDataset(PackedDataset):
         return decode
 
     def _view_of(self, data: bytes | memoryview, position: int, region: Region, size: Size | None) -> View:
-        """A region of an image that must be decoded as a whole."""
-        y, x, h, w = region
-        out, scale = None, 1
+        """A region of an image without a grid of cells."""
+        y, x = region[:2]
+        header: JpegHeader | None = None
         if image_part(data) == "jpg":
             with suppress(JpegError):  # what is wrong with it, the decoder says
                 header = parse_header(data)
-                if (header.height, header.width) == self._size(position):
-                    scale = 1 if size is None else dct_scale(header, h, w, size)
-                    out = self._scratch.blank((header.height, header.width, 3)) if scale == 1 else None
-        if scale == 1:
-            image = self._decoded(position, data, out)
-        else:
-            try:
-                image = decode_scaled(data, *self._size(position), scale, self._scratch.blank)
-            except DecodeError as e:
-                raise self._error(position, f"the jpg cannot be decoded: {e}") from None
-        return View(image[scaled_cut(region, scale)], y - y % scale, x - x % scale, scale)
+        if header is None or (header.height, header.width) != self._size(position):
+            return View(self._decoded(position, data, None)[scaled_cut(region, 1)], y, x, 1)
+        scale = 1 if size is None else dct_scale(header, region[2], region[3], size)
+        try:
+            image = decode_region(data, header, region, scale, self._scratch.blank)
+        except DecodeError as e:
+            raise self._error(position, f"the jpg cannot be decoded: {e}") from None
+        return View(image, y - y % scale, x - x % scale, scale)
 
     def _buffer(self, name: str, size: int) -> memoryview:
         """Memory of this thread: valid until it asks for `name` again."""
@@ -251,8 +248,38 @@ class ShardDataset(PackedDataset):
         if size is None or out.shape[1:] != (*size, 3) or out.dtype != np.uint8:
             have = "several sizes" if size is None else f"(height, width) {size}"
             raise ValueError(f"out['image'] is {out.dtype} {out.shape}, the stored images are uint8 of {have}")
-        for j, index in enumerate(used.tolist()):
-            used[j], _ = self._with_replacement(index, partial(self._read_into, out[j]))
+        positions = self._index.positions(used)
+        for shard, first, last in self._index.runs(positions):
+            for j in self._gather_run(shard, positions[first:last], out[first:last]):
+                used[first + j], _ = self._with_replacement(int(used[first + j]), partial(self._read_into, out[first + j]))
+
+    def _gather_run(self, shard: int, positions: NDArray[np.int64], out: NDArray[np.uint8]) -> list[int]:
+        """Decode JPEGs of one shard into `out`; gives the places of those that it could not. `_read_into` takes those, or says why not.
+
+        What `_read_into` does for each sample is done here for all at once: of a picture of 32x32 that is nearly half the work.
+        """
+        rows = self._index.samples[positions]
+        offsets, sizes = rows["image_offset"], rows["image_size"].astype(np.int64)
+        fits = (rows["shard"] == shard) & (offsets >= 0) & (offsets <= self._index.shard_bytes[shard] - sizes)
+        try:
+            file = self._file(shard)
+        except OSError:
+            return list(range(len(positions)))
+        buffer = self._buffer("image", int(sizes.max(where=fits, initial=0)))
+        columns = (fits, offsets, sizes, rows["image_crc32"])
+        return [
+            place
+            for place, (fit, offset, size, crc32) in enumerate(zip(*(column.tolist() for column in columns), strict=True))
+            if not (fit and self._decodes(file, offset, buffer[:size], crc32, out[place]))
+        ]
+
+    def _decodes(self, file: OpenFile, offset: int, data: memoryview, crc32: int, slot: NDArray[np.uint8]) -> bool:
+        try:
+            if file.read_scattered([data], offset, len(data)) < len(data):
+                return False
+        except OSError:
+            return False
+        return (not self.check_crc or zlib.crc32(data) == crc32) and decode_jpeg_into(data, slot)
 
     def _read_into(self, slot: NDArray[np.uint8], index: int) -> None:
         position = self._index.position(index)

@@ -16,7 +16,6 @@ _AGAIN = "fetch it again"
 _STARTS: dict[bytes, str] = {
     b"\x1f\x8b": f"a gzip file: {_UNPACK}",
     b"\x1f\x9d": f"a compress (.Z) file: {_UNPACK}",
-    b"BZh": f"a bzip2 file: {_UNPACK}",
     b"\xfd7zXZ\0": f"an xz file: {_UNPACK}",
     b"]\0\0\x80\0": f"an LZMA file: {_UNPACK}",
     b"\x28\xb5\x2f\xfd": f"a Zstandard file: {_UNPACK}",
@@ -36,7 +35,8 @@ _STARTS: dict[bytes, str] = {
     b"\0\x05\x16\x07": "what macOS keeps beside a file (AppleDouble), not the file itself",
     b"\xff\xd8\xff": "a JPEG picture",
     b"\x89PNG\r\n\x1a\n": "a PNG picture",
-    b"GIF8": "a GIF picture",
+    b"GIF87a": "a GIF picture",
+    b"GIF89a": "a GIF picture",
     b"\x89PNG": f"a PNG picture whose line ends were changed by a transfer in text mode: {_AGAIN}",
     b"\xc2\x89PNG": _AS_TEXT,
     b"\xc3\xbf\xc3\x98\xc3\xbf": _AS_TEXT,
@@ -71,10 +71,15 @@ _BRANDS = {b"avif": "an AVIF picture", b"avis": "an AVIF picture", b"crx ": "a c
 _BRANDS |= dict.fromkeys((b"heic", b"heix", b"hevc", b"heim", b"heis"), "a HEIC picture") | dict.fromkeys(
     (b"mif1", b"msf1"), "a HEIF picture"
 )
-_PNM = re.compile(rb"P[1-7]\s")
+_BZIP2 = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")  # a first block, or the end of an empty file
+_PNM = re.compile(rb"P[1-7]\s+[#\d]|P7\s+(?:WIDTH|HEIGHT|DEPTH|MAXVAL|TUPLTYPE)\b")
 _MARKUP = re.compile(rb"<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
 _JSON = re.compile(rb'[\[{]\s*(?:["\[{\]}]|$)')
 _SHOWN = 40
+# So many letters begin no list or table by chance; the name of a picture may well begin with PAR1 or GIF89a.
+_LONG = 9
+_TEXT_CONTROLS = b"\t\n\v\f\r\x1a"  # the last: end of text, in DOS
+_CONTROLS = bytes(set(range(32)) - set(_TEXT_CONTROLS))
 
 
 def told(start: bytes) -> str | None:
@@ -85,6 +90,8 @@ def told(start: bytes) -> str | None:
     for magic, what in _STARTS.items():
         if start.startswith(magic):
             return what
+    if _BZIP2.match(start):
+        return f"a bzip2 file: {_UNPACK}"
     if start.startswith(b"PK\x03\x04"):
         workbook = b"[Content_Types].xml" in start or b"xl/" in start or b"opendocument.spreadsheet" in start
         return WORKBOOK if workbook else f"a ZIP archive: {_UNPACK}"
@@ -100,7 +107,31 @@ def told(start: bytes) -> str | None:
         return "a DICOM file"
     if len(start) >= 8 and not start[:LOOK_BYTES].strip(b"\0"):
         return f"nothing but zero bytes at its start, as a broken copy leaves it: {_AGAIN}"
-    return _text(start)
+    return "a PNM picture" if _PNM.match(start) else _text(start)
+
+
+def told_of_text(start: bytes, encoding: str | None = None) -> str | None:
+    """As `told`, for a file that is to be plain text: where it is clean text, a few letters at its start make it nothing else.
+
+    `encoding`: a codec that it may be in, where it is not UTF-8.
+    """
+    if not _is_clean(start[:LOOK_BYTES], encoding):
+        return told(start)
+    long = (what for magic, what in _STARTS.items() if (len(magic) >= _LONG or not magic.isascii()) and start.startswith(magic))
+    return next(long, None) or _text(start)
+
+
+def _is_clean(start: bytes, encoding: str | None) -> bool:
+    if start.translate(None, _CONTROLS) != start:
+        return False
+    for codec in ("utf-8", encoding):
+        try:
+            if codec is not None:
+                codecs.getincrementaldecoder(codec)().decode(start)  # the last character may be cut
+                return True
+        except UnicodeDecodeError:
+            continue
+    return False
 
 
 def is_raw(start: bytes) -> bool:
@@ -116,7 +147,7 @@ def _text(start: bytes) -> str | None:
         return "a drawing in SVG"
     if _JSON.match(text):
         return "a text in JSON"
-    return "a PNM picture" if _PNM.match(start) else None
+    return None
 
 
 def described(start: bytes) -> str:

@@ -1,8 +1,9 @@
 """Pictures that look like an earlier one: neighbours among perceptual hashes, in bounded memory, and what is said of them.
 
 The search is exact up to one rule that keeps a film of one scene, or one picture saved 50,000 times, from taking quadratic time: a picture
-within `COVER` bits of an earlier one of its split stands behind that one, and later pictures are not compared with it. So whatever is
-within ``RADIUS - COVER`` bits of an earlier picture is found, and what is reported is within `RADIUS` of the picture that is named.
+within `COVER` bits of an earlier one of its split and label stands behind that one, and later pictures are not compared with it. So
+whatever is within ``RADIUS - COVER`` bits of an earlier picture is found, as is that this one is in another split or has another label, and
+what is reported is within `RADIUS` of the picture that is named.
 
 Candidates come from multi-index hashing: of two hashes that differ in at most `RADIUS` bits, one of the `_BANDS` parts differs in at
 most one bit. Where hashes are so alike that this sorts out little, all are compared, by matrix product.
@@ -38,7 +39,8 @@ _ENOUGH = NUM_BITS - 2 * RADIUS
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """For each picture the nearest earlier one that is within `RADIUS` bits of it: of any kind, in another split, of another label.
+    """For each picture the nearest earlier one that is within `RADIUS` bits of it, among those that stand behind no other: of any kind, in
+    another split, of another label.
 
     int64 [N] each; a value is ``distance << 40 | position``, the largest int64 where there is none. The same bytes count for nothing.
     """
@@ -59,8 +61,8 @@ def near_duplicate_findings(
     usable = hashes.any(1) & digests[:, 1].any(1) & np.array([split is not None for split in split_of], bool)
     _, contents = np.unique(digests[:, 0].copy().view(f"V{digests.shape[2]}").ravel(), return_inverse=True)
     splits = _numbers(split_of)
-    usable &= _firsts(contents, splits)
     keys = np.flatnonzero(usable)
+    keys = keys[_firsts(contents[keys], splits[keys])]  # of those only: the first of some bytes may be one that is left out
     labels = _numbers([item.label if listing.task == "classification" else None for item in listing.items])
     found = nearest_earlier(hashes[keys], contents[keys], splits[keys], labels[keys])
     for i, key in enumerate(keys.tolist()):
@@ -136,14 +138,14 @@ class _Search:
 
     def _note(self, a: Ints, b: Ints, distance: Ints) -> None:
         """`b`, kept, lies before `a` and at most `RADIUS` away."""
-        same_split = self._splits[a] == self._splits[b]
-        self._covered[a[same_split & (distance <= COVER)]] = True
+        same_split, same_label = self._splits[a] == self._splits[b], self._labels[a] == self._labels[b]
+        self._covered[a[same_split & same_label & (distance <= COVER)]] = True
         other = self._contents[a] != self._contents[b]
         value = distance << 40 | b
         for best, chosen in (
             (self.any, other),
             (self.other_split, other & ~same_split),
-            (self.other_label, other & (self._labels[a] != self._labels[b])),
+            (self.other_label, other & ~same_label),
         ):
             np.minimum.at(best, a[chosen], value[chosen])
 

@@ -7,6 +7,8 @@ the picture and of the program's version, which goes into the manifest's `create
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
 import signal
 import subprocess
@@ -47,7 +49,13 @@ _WAY_OUT = "Install the package libjpeg-turbo-progs (Debian, Ubuntu) or libjpeg-
 
 
 def _path() -> str:
-    path = shutil.which(_PROGRAM)
+    return _found(os.environ.get("PATH", os.defpath))
+
+
+@functools.cache
+def _found(search_path: str) -> str:
+    """Looked for once, not for each picture: all are to be made by one program."""
+    path = shutil.which(_PROGRAM, path=search_path)
     if path is None:
         raise UsageError(f"restart_grid lossless needs the program {_PROGRAM}, which is not on the PATH. {_WAY_OUT}")
     return path
@@ -62,7 +70,7 @@ def add_restart_grid(data: bytes) -> bytes:
     Raises:
         TranscodeError: what `jpegtran` made is not that, or it made nothing.
         MemoryError: it had not enough memory, or was killed: a fault of the machine, not of the picture.
-        PackError: it does not end.
+        PackError: it does not end, or is there no more.
     """
     if len(restart_offsets(data)):
         return data
@@ -88,6 +96,11 @@ def _run(data: bytes, interval: int) -> bytes:
         ran = subprocess.run(command, input=data, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise PackError(f"{_PROGRAM} has not ended within {_TIMEOUT_S} s on a JPEG of {len(data)} bytes; give --restart-grid on") from None
+    except (FileNotFoundError, PermissionError) as e:
+        raise PackError(
+            f"{command[0]}: {e.strerror}: the program went away while packing; bring it back and run the same command again, finished "
+            "shards are kept"
+        ) from None
     if ran.returncode == -signal.SIGKILL or b"Insufficient memory" in ran.stderr:
         raise MemoryError(f"{_PROGRAM} had not enough memory for a JPEG of {len(data)} bytes")
     if ran.returncode not in (0, _WARNED):

@@ -18,6 +18,7 @@ from loaders.codecs import (
     EncodeError,
     ImagePart,
     decode_image,
+    decode_jpeg_into,
     decode_meta,
     encode_image,
     encode_meta,
@@ -103,6 +104,17 @@ def test_decoding_into_a_slot(part: ImagePart) -> None:
     np.testing.assert_array_equal(batch[1], expected)
     assert not batch[0].any()
     assert not batch[2].any()
+
+
+def test_a_jpeg_is_decoded_into_a_slot_of_its_shape_or_refused() -> None:
+    data = memoryview(encode_image(picture(), "jpg"))
+    slot = np.zeros((40, 60, 3), np.uint8)
+    assert decode_jpeg_into(data, slot)
+    np.testing.assert_array_equal(slot, decode_image(data, "jpg"))
+    for shape in ((60, 40, 3), (80, 60, 3), (40, 59, 3)):
+        assert not decode_jpeg_into(data, np.zeros(shape, np.uint8))
+    for wrong in (b"", data[:-20], data[:300], encode_image(picture(), "png"), encode_image(picture(), "webp")):
+        assert not decode_jpeg_into(memoryview(wrong), slot)
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -11,12 +11,14 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import simplejpeg  # type: ignore[import-untyped]  # it ships a stub, but no py.typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
 from image_data import picture, save
+from loaders import crops
 from loaders.codecs import DecodeError, decode_image, encode_image
 from loaders.crops import MAX_GAP, SubJpeg, dct_scale, decode_scaled, open_grid, reader
 from loaders.jpeg import JpegError, parse_header, restart_interval, restart_offsets
@@ -122,6 +124,115 @@ def test_scales_allowed() -> None:
     for sampling in ("422", "440", "411"):
         assert dct_scale(parse_header(jpeg(64, 64, sampling, 0)), 64, 64, (8, 8)) == 1
     assert dct_scale(parse_header(save(Image.new("CMYK", (64, 64)), "JPEG")), 64, 64, (8, 8)) == 1
+
+
+# Without a grid
+
+
+def decode_rows(data: bytes, region: Region, scale: int = 1) -> tuple[NDArray[np.uint8], int]:
+    """A region of a JPEG without a grid, and the height of what was decoded last."""
+    shapes = []
+
+    def blank(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+        shapes.append(shape)
+        return np.full(shape, 77, np.uint8)
+
+    return crops.decode_region(data, parse_header(data), region, scale, blank), shapes[-1][0]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[bytes, Region]:
+    """A JPEG without a grid, mostly large enough to be cut, and any region of it."""
+    height, width = draw(st.integers(1, 330)), draw(st.one_of(st.sampled_from(PRIMES), st.integers(100, 300)))
+    y0, y1 = sorted(draw(st.lists(st.integers(0, height), min_size=2, max_size=2, unique=True)))
+    x0, x1 = sorted(draw(st.lists(st.integers(0, width), min_size=2, max_size=2, unique=True)))
+    return jpeg(height, width, draw(st.sampled_from(["gray", *SAMPLINGS])), 0, draw(st.integers(0, 1000))), (y0, x0, y1 - y0, x1 - x0)
+
+
+@settings(deadline=None, max_examples=300)
+@given(rows())
+def test_rows_down_to_a_region_equal_those_of_the_full_decode(case: tuple[bytes, Region]) -> None:
+    data, region = case
+    y, x, h, w = region
+    image, decoded = decode_rows(data, region)
+    full = decode_image(data, "jpg")
+    np.testing.assert_array_equal(image, full[y : y + h, x : x + w])
+    assert decoded == len(full) or decoded < y + h + 18
+
+
+@pytest.mark.parametrize("sampling", ["gray", *SAMPLINGS])
+def test_every_last_row(sampling: str) -> None:
+    data = jpeg(150, 131, sampling, 0)
+    full = decode_image(data, "jpg")
+    for bottom in range(1, 151):
+        image, decoded = decode_rows(data, (bottom - 1, 0, 1, 131))
+        np.testing.assert_array_equal(image, full[bottom - 1 : bottom])
+        assert bottom <= decoded <= 150
+        assert decoded < bottom + 18 or bottom > 60
+
+
+@pytest.mark.parametrize("sampling", ["gray", "420", "444"])
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_rows_at_a_scale(sampling: str, scale: int) -> None:
+    data = jpeg(403, 331, sampling, 0)
+    whole = decode_scaled(data, 403, 331, scale, lambda shape: np.empty(shape, np.uint8))
+    for y, h in ((0, 64), (1, 97), (33, 256)):
+        image, decoded = decode_rows(data, (y, 3, h, 300), scale)
+        np.testing.assert_array_equal(image, whole[y // scale : -(-(y + h) // scale), 3 // scale : -(-303 // scale)])
+        assert decoded < len(whole)
+
+
+def progressive(restart: int = 0) -> bytes:
+    pixels = picture(400, 300, 5)
+    params = [cv2.IMWRITE_JPEG_PROGRESSIVE, int(not restart), cv2.IMWRITE_JPEG_RST_INTERVAL, restart]
+    return cv2.imencode(".jpg", pixels, params)[1].tobytes()
+
+
+@pytest.mark.parametrize("restart", [0, 7])
+def test_other_jpegs_are_decoded_whole(restart: int) -> None:
+    """Progressive, and with restart markers that make no grid."""
+    data = progressive(restart)
+    image, decoded = decode_rows(data, (5, 6, 70, 80))
+    assert decoded == 400
+    np.testing.assert_array_equal(image, decode_image(data, "jpg")[5:75, 6:86])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_damage_in_the_rows_down_to_a_region_is_told(data: st.DataObject) -> None:
+    """Either our error, or the pixels that the decoder has before it sees any damage."""
+    good = jpeg(300, 200, data.draw(st.sampled_from(["gray", "420", "444"])), 0, 3)
+    start, bad = parse_header(good).scan_offset, bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(start, len(good) - 3))
+        bad[place : place + 2] = data.draw(st.sampled_from([b"\xff\xd9", b"\xff\xd3", b"\xff\xda", b"\xff\xff", b"\0\0", b"\x5a\xa5"]))
+    region = (data.draw(st.integers(0, 100)), 10, data.draw(st.integers(1, 150)), 100)
+    y, x, h, w = region
+    try:
+        image, decoded = decode_rows(bytes(bad), region)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            decode_image(bytes(bad), "jpg")
+        return
+    assert decoded < 300
+    np.testing.assert_array_equal(image, simplejpeg.decode_jpeg(bytes(bad), "RGB", strict=False)[y : y + h, x : x + w])
+
+
+def test_a_missing_end_is_told_whatever_the_region() -> None:
+    good = jpeg(300, 200, "420", 0)
+    for length in (len(good) - 1, len(good) - 2, len(good) - 500, len(good) // 2, parse_header(good).scan_offset + 10):
+        with pytest.raises(DecodeError):
+            decode_rows(good[:length], (0, 0, 30, 30))
+
+
+def test_a_lack_of_memory_is_no_damage() -> None:
+    def blank(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+        raise MemoryError(shape)
+
+    data = jpeg(300, 200, "420", 0)
+    for region in ((0, 0, 30, 30), (0, 0, 300, 200)):
+        with pytest.raises(MemoryError):
+            crops.decode_region(data, parse_header(data), region, 1, blank)
 
 
 # What is read

@@ -305,3 +305,26 @@ def test_the_process_ends_with_an_iterator_open(ending: str, status: int) -> Non
     )
     assert done.returncode == status, done.stderr
     assert "Fatal" not in done.stderr
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    class Interrupted(loaders.engine._Producer[int]):
+        def start(self) -> None:
+            def interrupt(_: float | None = None) -> bool:
+                raise KeyboardInterrupt
+
+            begun.append(self)
+            self._started.wait = interrupt  # where `start` waits for the thread
+            super().start()
+
+        def _bootstrap(self) -> None:
+            time.sleep(0.05)
+            super()._bootstrap()
+
+    monkeypatch.setattr("loaders.engine._Producer", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Ordered(lambda n: n, 10, 2, 2)
+    assert len(begun) == 1
+    assert not begun[0].is_alive()

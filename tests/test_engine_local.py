@@ -5,7 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +93,63 @@ def test_workers_get_no_signal_of_the_terminal() -> None:
     found = dict(LocalEngine(2).map(mask, None, [0, 1], describe=describe, on_progress=ignore))
     assert all({signal.SIGINT, signal.SIGTERM} <= blocked for blocked in found.values())
     assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+def test_workers_of_a_killed_build_leave_a_folder_alone_that_others_made(tmp_path: Path, inherited: bool) -> None:
+    """A program asks for multiprocessing's folder and forks a process that builds; that one is killed, and the program goes on."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import multiprocessing, os, sys, time
+        from multiprocessing.util import get_temp_dir
+        from pathlib import Path
+        from packer.engines.local import LocalEngine
+
+        def stay(context, task, tick):
+            Path(context, str(os.getpid())).touch()
+            time.sleep(60)
+
+        def build(place):
+            list(LocalEngine(2).map(stay, place, [0, 1], describe=lambda task, at: "", on_progress=lambda count: None))
+
+        def running(pid):
+            try:
+                return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            except OSError:
+                return False
+
+        def wait(done):
+            end = time.monotonic() + 60
+            while not done():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+
+        if __name__ == "__main__":
+            place, inherited = sys.argv[1], sys.argv[2] == "True"
+            if inherited:
+                get_temp_dir()
+            child = multiprocessing.get_context("fork").Process(target=build, args=(place,))
+            child.start()
+            wait(lambda: len(os.listdir(place)) == 2)
+            child.kill()
+            child.join()
+            wait(lambda: not any(map(running, os.listdir(place))))
+            print(os.listdir(os.environ["TMPDIR"]) == [os.path.basename(get_temp_dir())] if inherited else os.listdir(os.environ["TMPDIR"]))
+        """)
+    )
+    for name in ("place", "temporary"):
+        (tmp_path / name).mkdir()
+    ran = subprocess.run(
+        [sys.executable, program, tmp_path / "place", str(inherited)],
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # Its own folder, which nobody else could remove any more, is gone.
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("True\n" if inherited else "[]\n", "", 0)
 
 
 def test_many_small_tasks() -> None:

@@ -111,6 +111,22 @@ class TestManifest:
         with pytest.raises(FormatError, match="was changed after it was written: self_sha256 says"):
             read_manifest(root)
 
+    def test_another_spelling_with_a_checksum_of_its_own(self, root: Path) -> None:
+        raw = read_json(root)
+        said = raw["self_sha256"]
+        for spelling in (lambda text: text.replace('\n "', '\n  "'), lambda text: text.replace('"task"', '"task": "x",\n "task"')):
+            without = spelling(canonical_json({k: v for k, v in raw.items() if k != "self_sha256"}))
+            text = spelling(canonical_json(raw)).replace(said, hashlib.sha256(without.encode()).hexdigest())
+            (root / "manifest.json").write_text(text)
+            with pytest.raises(FormatError, match="was changed after it was written: self_sha256 says"):
+                read_manifest(root)
+
+    def test_the_checksum_is_no_other_line_like_it(self, root: Path) -> None:
+        raw = read_json(root)
+        for _ in range(2):
+            sign_manifest(root, {**raw, "output": {"self_sha256": read_json(root)["self_sha256"], "z": 1}})
+            assert read_manifest(root).output["z"] == 1
+
     def test_missing(self, tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=r"nothing/manifest\.json: not found: no such folder"):
             read_manifest(tmp_path / "nothing")

@@ -17,7 +17,7 @@ import pytest
 from build_data import Recorder
 from conftest import picture, save, voc_xml
 from packer.build import check
-from packer.content import described, told
+from packer.content import described, told, told_of_text
 from packer.findings import as_dict
 from packer.recipe import load_recipe
 from packer.sample import PackError, UsageError
@@ -108,6 +108,36 @@ def test_tables_and_xml_are_not_mistaken() -> None:
             assert told(text.encode(codec)) is None
     assert described(b"404: Not Found\n") == "a text that begins with '404: Not Found'"
     assert described(b"\x80\x04\x95") == "of no known format: it starts with the bytes 80 04 95"
+
+
+@pytest.mark.parametrize(
+    "folder", ["P1", "P1 001", "P7 WIDTH", "GIF87", "GIF89a", "PAR1", "BZh91AY&SY", "8BPS", "qoif", "DDS 1", "LZIP", "IIRO", "%PDF"]
+)
+def test_the_name_of_a_picture_at_the_start_of_a_table_or_list_says_nothing_of_the_file(tmp_path: Path, folder: str) -> None:
+    table = f"{folder}/a.jpg,crack\nb.jpg,slag Stra\u00dfe\n"
+    for number, codec in enumerate(("utf-8", "utf-8-sig", "cp1252")):
+        files: dict[str, bytes | str | None] = {f"{folder}/a.jpg": None, "b.jpg": None, "labels.csv": table.encode(codec)}
+        columns = {"path": 0, "label": 1}
+        found, packed, _ = look(put(tmp_path / str(number), files), kind="csv", header=False, columns=columns, encoding=codec)
+        assert (found, packed) == ({}, 2)
+    names = put(tmp_path / "voc", {f"JPEGImages/{folder}.jpg": None, f"Annotations/{folder}.xml": XML})
+    _, packed, said = look(put(names, {"ImageSets/Main/train.txt": f"{folder}\n"}), kind="voc")
+    assert packed == 1, said
+
+
+def test_short_magics_still_tell_a_picture() -> None:
+    for data, said in (
+        (b"P5\n# made by hand\n2 2\n255\n", "a PNM picture"),
+        (b"P6 2 2 255\n", "a PNM picture"),
+        (b"P7\nWIDTH 2\n", "a PNM picture"),
+        (b"GIF89a\2\0", "a GIF picture"),
+        (bz2.compress(b""), "a bzip2 file: unpack it first"),
+        (b"PAR1\x15\0", "a Parquet table: save it as CSV"),
+    ):
+        assert told(data) == said
+        assert told_of_text(data + b"\0") == said  # no clean text
+    for text in (b"P1\tP2\tlabel\n", b"P1\n", b"P1 welds/001.jpg,crack\n", b"BZh1/a.jpg\n", b"GIF89/1.jpg,cat\n"):
+        assert told(text) is told_of_text(text) is None
 
 
 def test_archives_are_named_and_where_all_hangs_on_them_refused(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +363,11 @@ def test_check_crc_compares_the_index_when_opening(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("image_size", 0xFFFFFFFF), ("image_offset", 1 << 50), ("image_offset", -5), ("shard", 0), ("shard", 99)]
+    ("field", "value"),
+    [
+        *(("image_size", 0xFFFFFFFF), ("image_offset", 1 << 50), ("image_offset", (1 << 63) - 9), ("image_offset", -5)),
+        *(("shard", 0), ("shard", 99)),
+    ],
 )
 def test_wrong_numbers_in_the_index_are_refused(tmp_path: Path, field: str, value: int) -> None:
     for grid in (False, True):
@@ -506,6 +512,32 @@ def test_a_fault_of_the_transform_is_not_replaced(tmp_path: Path) -> None:
 # Streams
 
 
+def test_caches_are_emptied_while_other_threads_make_new_ones() -> None:
+    def short() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def open_data_sets() -> None:
+        for _ in range(2000):
+            kept.append([loaders.handles.ProcessCache[None](1) for _ in range(20)])
+            del kept[:-5]
+
+    kept: list[list[Any]] = []
+    cache = loaders.handles.ProcessCache[None](1)
+    threads = [threading.Thread(target=open_data_sets) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            with pytest.raises(OSError, match="Too many open files"):
+                cache.get(0, short)
+    finally:
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join(60)
+
+
 def stream_indices(stream: ShardStream, workers: int) -> list[Any]:
     context = "fork" if workers else None
     loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context=context, timeout=60 * bool(workers))
@@ -557,6 +589,34 @@ def test_a_foreign_stream_names_or_replaces_damaged_samples(tmp_path: Path, work
     cut(path)
     with pytest.raises(SampleError, match=r"a\.tar: .*(cut short|unexpected end)"):
         list(ShardStream(path, shuffle=0, on_error="replace"))
+
+
+@pytest.mark.filterwarnings("ignore:sample .* was replaced")
+@pytest.mark.parametrize("shuffle", [0, 4])
+@pytest.mark.parametrize("back", [1, 64])
+def test_a_foreign_stream_that_replaces_resumes_exactly(tmp_path: Path, shuffle: int, back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.stream._BACK", back)
+    good = encode(image(np.random.default_rng(0), 8, 9), "png")
+    path = foreign_tar(tmp_path / "a.tar", [b"bad" if n in (3, 4, 5, 9) else good for n in range(12)])
+    make = partial(ShardStream, path, shuffle=shuffle, seed=3, on_error="replace")
+    whole = [sample["key"] for sample in make()]
+    if shuffle == 0:
+        assert whole == ["000", "001", "002", "002", "002", "002", "006", "007", "008", "008", "010", "011"]
+    for stop in range(13):
+        first, second = make(), make()
+        assert [sample["key"] for sample in islice(first, stop)] == whole[:stop]
+        second.load_state_dict(first.state_dict())
+        assert [sample["key"] for sample in second] == whole[stop:]
+
+
+@pytest.mark.filterwarnings("ignore:sample .* was replaced")
+def test_iterators_of_one_foreign_stream_replace_each_by_their_own(tmp_path: Path) -> None:
+    good = encode(image(np.random.default_rng(0), 8, 9), "png")
+    stream = ShardStream(foreign_tar(tmp_path / "a.tar", [good, b"bad", good]), shuffle=0, on_error="replace")
+    ahead, behind = iter(stream), iter(stream)
+    assert [next(ahead)["key"], next(behind)["key"]] == ["000", "000"]
+    assert [sample["key"] for sample in ahead] == ["000", "002"]
+    assert next(behind)["key"] == "000"
 
 
 def test_after_an_error_a_stream_starts_anew(tmp_path: Path) -> None:
@@ -778,6 +838,7 @@ def batch_arguments(**options: Any) -> Callable[[Path], object]:
         (lambda root: ShardDataset(root / "train/shard-000000.tar"), FormatError, "it is a file, expected the folder"),
         (lambda root: MemmapDataset(root), FormatError, "layout is 'tar', expected 'memmap': use loaders.shards.ShardDataset"),
         (lambda root: ShardDataset(root).set_epoch("1"), TypeError, "epoch is '1', expected a whole number"),  # type: ignore[arg-type]
+        (lambda root: ShardDataset(root).set_epoch(-1), ValueError, "epoch is -1, expected a whole number of 0 or more"),
         (stream_arguments(source=None), TypeError, "source is None, expected the folder of a packed data set, or tars"),
         (stream_arguments(source=["a.tar", 3]), TypeError, r"source is \['a.tar', 3\]"),
         (stream_arguments(shuffle=True), TypeError, "shuffle is True, expected the number of samples in the buffer, or 0"),

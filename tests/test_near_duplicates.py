@@ -113,7 +113,7 @@ def one_by_one(hashes: Sequence[bytes], contents: Sequence[int], splits: Sequenc
             found, (other, [x for x in other if splits[x[1]] != splits[i]], [x for x in other if labels[x[1]] != labels[i]]), strict=True
         ):
             best.append(min((d << 40 | j for d, j in chosen), default=NONE))
-        if not any(d <= COVER and splits[j] == splits[i] for d, j in near):
+        if not any(d <= COVER and (splits[j], labels[j]) == (splits[i], labels[i]) for d, j in near):
             kept.append(i)
     return found
 
@@ -153,11 +153,13 @@ def test_against_comparing_every_pair(seed: int, count: int, centres: int, flips
 def test_nothing_nearer_than_the_promise_is_missed(seed: int, flips: float) -> None:
     hashes = spread(seed, 50, 5, flips)
     splits = np.random.default_rng(seed).integers(0, 2, 50)
-    found = nearest_earlier(hashes, np.arange(50), splits, splits)
+    labels = np.random.default_rng(seed + 1).integers(0, 3, 50)
+    found = nearest_earlier(hashes, np.arange(50), splits, labels)
     for i in range(50):
         near = [j for j in range(i) if distance(hashes[i].tobytes(), hashes[j].tobytes()) <= RADIUS - COVER]
         assert not near or found.any[i] != NONE
         assert not any(splits[j] != splits[i] for j in near) or found.other_split[i] != NONE
+        assert not any(labels[j] != labels[i] for j in near) or found.other_label[i] != NONE
 
 
 @pytest.mark.parametrize("flips", [0, 0.005])
@@ -226,6 +228,21 @@ def test_a_copy_is_compared_with_the_same_bytes_of_every_split() -> None:
     (finding,) = told(rows)
     assert (finding.code, finding.path) == ("near-duplicate-across-splits", "2.jpg")
     assert "looks like 1.jpg" in finding.message
+
+
+def test_a_picture_that_is_left_out_stands_for_no_other() -> None:
+    for left_out in ((1, 0, "train", "a"), (1, 1, None, "a")):  # refused; in no split
+        rows: list[Row] = [left_out, (1, 1, "train", "a"), (2, 1, "train", "a")]
+        (finding,) = told(rows)
+        assert (finding.code, finding.path) == ("near-duplicate", "2.jpg")
+        assert "looks like 1.jpg" in finding.message
+
+
+def test_another_label_is_seen_behind_any_number_of_copies() -> None:
+    rows: list[Row] = [(1, 1, "train", "a"), (2, 1, "train", "b"), (3, 1, "train", "b"), (4, 1, "train", "a")]
+    found = told(rows)
+    assert [(f.code, f.path) for f in found] == [("near-duplicate-other-label", f"{i}.jpg") for i in (1, 2, 3)]
+    assert "looks like 1.jpg" in found[2].message  # which stands behind 0.jpg but for its label
 
 
 def test_without_a_hash_or_a_split_there_is_nothing_to_say() -> None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from loaders.augment import RandomResizedCrop
+from loaders.batches import BatchLoader
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import index_path
 from loaders.handles import OpenFile
@@ -178,6 +180,46 @@ def test_a_damaged_one_of_many_is_replaced_as_one_by_one(tmp_path: Path) -> None
     for one, other in zip(expected, ds.load_many([(i, 2) for i in range(10)]), strict=True):
         same(one, other)
     assert ds.num_replaced == 2
+
+
+# Into the batch
+
+
+class Derived(RandomResizedCrop):
+    """Keeps its pictures, so they must not be anyone else's."""
+
+
+def test_a_picture_is_made_in_memory_that_fits(packed: Packed) -> None:
+    ds = open_set(packed, transform=RandomResizedCrop(24), seed=4)
+    keys = [(i % 10, i // 10) for i in range(40)]
+    expected = [ds.load(*key) for key in keys]
+    rows, other = np.zeros((40, 24, 24, 3), np.uint8), np.zeros((24, 25, 3), np.uint8)
+    for n, (one, sample) in enumerate(zip(expected, ds.load_many(keys, lambda n: rows[n] if n % 3 else None), strict=True)):
+        same(one, sample)
+        assert np.shares_memory(sample["image"], rows[n]) == bool(n % 3)
+        assert "out" not in sample
+    for out in (other, other[:20], np.zeros((24, 24, 3), np.float32)):  # of another shape or dtype
+        for one, sample in zip(expected[:10], ds.load_many(keys[:10], ([out] * 10).__getitem__), strict=True):
+            same(one, sample)
+    assert not other.any()
+    for transform in (Derived(24), Recording()):
+        taken = list(open_set(packed, transform=transform, seed=4).load_many(keys, lambda n: pytest.fail(f"asked for {n}")))
+        assert [sample["image"].shape[2] for sample in taken] == [3] * 40
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_batches_are_the_same_without_the_copy(packed: Packed, batch_size: int) -> None:
+    """Also where rows only repeat a sample (16), and where slots are used again (4)."""
+    batches: list[list[dict[str, Any]]] = []
+    for transform in (RandomResizedCrop(24), Derived(24)):
+        ds = open_set(packed, transform=transform, seed=4)
+        loader = BatchLoader(ds, batch_size=batch_size, workers=2, remainder="pad", seed=4)
+        batches.append([{**batch, "image": batch["image"].clone()} for _ in range(3) for batch in loader])
+    for one, other in zip(*batches, strict=True):
+        assert torch.equal(one["index"], other["index"])
+        assert torch.equal(one["image"], other["image"])
+    first = ds.load(int(one["index"][0]), 2)["image"]
+    assert np.array_equal(one["image"][0].permute(1, 2, 0).numpy(), first)
 
 
 def test_a_plain_transform_has_the_whole_picture_and_no_view(packed: Packed) -> None:
@@ -365,6 +407,24 @@ def test_damage_elsewhere_is_not_seen_but_by_the_checksum(tmp_path: Path, monkey
     assert np.array_equal(ShardDataset(packed.root, transform=transform).load(0)["image"], packed.images[0][300:364, 500:596])
     with pytest.raises(SampleError, match="CRC-32"):
         ShardDataset(packed.root, transform=transform, check_crc=True).load(0)
+
+
+def test_damage_below_a_region_without_a_grid_is_not_seen_but_by_the_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = noisy(tmp_path, monkeypatch)
+    row = ShardDataset(packed.root)._index.samples[0]
+    start, size = int(row["image_offset"]), int(row["image_size"])
+    shard = packed.shard(0)
+    data = bytearray(shard.read_bytes())
+    data[start + size * 9 // 10 : start + size * 9 // 10 + 1000] = b"\xff\xd9" * 500
+    shard.write_bytes(data)
+    above, below = Sized((300, 500, 64, 96), None), Sized((300, 500, 340, 96), None)
+    assert not ShardDataset(packed.root).reads_regions(0)
+    for seen in (ShardDataset(packed.root, transform=above).load(0), next(ShardDataset(packed.root, transform=above).load_many([(0, 0)]))):
+        assert np.array_equal(seen["image"], packed.images[0][300:364, 500:596])
+    with pytest.raises(SampleError, match="jpg cannot be decoded"):
+        ShardDataset(packed.root, transform=below).load(0)
+    with pytest.raises(SampleError, match="CRC-32"):
+        ShardDataset(packed.root, transform=above, check_crc=True).load(0)
 
 
 def test_more_views_than_one_system_call_takes(tmp_path: Path) -> None:

@@ -298,6 +298,37 @@ def test_a_newer_iterator_ends_the_older() -> None:
         next(newer)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_batch_begun_before_the_sampler_was_moved_does_not_count(loaded: bool) -> None:
+    sampler = PackedSampler(MemoryDataset(40), 4)
+    elsewhere = {**sampler.state_dict(), "epoch": 5, "samples_seen": 8}
+    indices = iter(sampler)
+    next(indices)
+    if loaded:
+        sampler.load_state_dict(elsewhere)
+    else:
+        sampler.set_epoch(5)
+    with pytest.raises(RuntimeError, match="this iterator was ended"):
+        list(indices)
+    assert sampler.state_dict() == {**elsewhere, "samples_seen": 8 if loaded else 0}
+
+
+def test_what_was_received_counts_from_where_the_sampler_was_moved() -> None:
+    sampler = PackedBatchSampler(MemoryDataset(40), 8)
+    state = sampler.state_dict()
+    list(sampler)
+    sampler.load_state_dict({**state, "epoch": 3, "samples_seen": 16})
+    assert sampler.state_dict(received=0) == {**state, "epoch": 3, "samples_seen": 16}
+    assert sampler.state_dict(received=3) == {**state, "epoch": 4}
+    with pytest.raises(ValueError, match="received is 4, expected 0 to 3"):
+        sampler.state_dict(received=4)
+    sampler.set_epoch(9)
+    assert sampler.state_dict(received=np.int64(1)) == {**state, "epoch": 9, "samples_seen": 8}
+    for wrong in (1.0, True):
+        with pytest.raises(TypeError, match=f"received is {wrong}, expected a whole number"):
+            sampler.state_dict(received=wrong)
+
+
 def test_an_epoch_of_which_nothing_remains_is_passed_over() -> None:
     sampler = PackedBatchSampler(MemoryDataset(10), 8)
     sampler.load_state_dict({**sampler.state_dict(), "samples_seen": 4})

@@ -14,7 +14,7 @@ from loaders.sampling import (
     Order,
     Remainder,
     State,
-    batch_indices,
+    batch_rows,
     hash_key,
     hashes,
     num_batches,
@@ -178,7 +178,7 @@ def test_ranks_are_disjoint_and_complete(
     for number in range(total):
         step: list[int] = []
         for rank in range(world_size):
-            indices, valid = batch_indices(order, number, batch_size, rank, world_size, remainder, seen)
+            indices, _, valid = batch_rows(order, number, batch_size, rank, world_size, remainder, seen)
             assert len(indices) == len(valid) == batch_size
             assert (np.diff(indices) >= 0).all()
             assert (indices[~valid] == order[:][-1]).all()
@@ -193,10 +193,10 @@ def test_ranks_are_disjoint_and_complete(
 
 def test_padding_repeats_the_last_sample() -> None:
     order = Order(5, 0, 0, shuffle=False)
-    first, valid = batch_indices(order, 0, 4, 1, 2, "pad")
+    first, _, valid = batch_rows(order, 0, 4, 1, 2, "pad")
     assert first.tolist() == [4, 4, 4, 4]
     assert valid.tolist() == [True, False, False, False]
-    surplus, none_valid = batch_indices(order, 0, 4, 2, 3, "pad")
+    surplus, _, none_valid = batch_rows(order, 0, 4, 2, 3, "pad")
     assert surplus.tolist() == [4, 4, 4, 4]
     assert not none_valid.any()
 
@@ -204,7 +204,7 @@ def test_padding_repeats_the_last_sample() -> None:
 @pytest.mark.parametrize(("number", "rank"), [(2, 0), (-1, 0), (0, 2), (0, -1)])
 def test_there_is_no_batch_outside_the_epoch(number: int, rank: int) -> None:
     with pytest.raises(IndexError, match="out of range"):
-        batch_indices(Order(8, 0, 0), number, 2, rank, 2, "drop")
+        batch_rows(Order(8, 0, 0), number, 2, rank, 2, "drop")
 
 
 def test_num_batches() -> None:

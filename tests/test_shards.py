@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from build_data import read_json, sign_manifest
 from loaders.collate import collate_list
 from loaders.dataset import PackedDataset, SampleError
-from loaders.format import FormatError
+from loaders.format import FormatError, sha256_file
 from loaders.handles import ProcessCache
 from loaders.memmap import MemmapDataset
 from loaders.shards import ShardDataset, ShardStream
@@ -225,6 +226,59 @@ def test_gather_labels(tmp_path: Path, layout: Any) -> None:
     out = {"label": np.zeros(3, np.int64)}
     ds.gather([8, 0, 4], out)
     assert out["label"].tolist() == [packed.labels[n] for n in (8, 0, 4)]
+
+
+@pytest.mark.parametrize("batch", [[1, 2, 5, 6, 9], [6, 2, 9, 1, 5], [2, 2, 3]])
+def test_gather_names_or_replaces_each_damaged_sample_of_a_batch(tmp_path: Path, batch: list[int]) -> None:
+    packed = write_packed(tmp_path / "out", parts=("jpg", "jpg", "jpg", "png"))  # 3 and 7 are PNG
+    path = packed.root / "index/train/samples.npy"
+    rows = np.load(path)
+    rows["image_crc32"][2] += 1  # only check_crc sees it
+    rows["image_size"][6] -= 30  # a JPEG that ends too early
+    rows["height"], rows["width"] = 12, 16
+    np.save(path, rows)
+    raw = read_json(packed.root)
+    raw["files"]["index/train/samples.npy"]["sha256"] = sha256_file(path)
+    sign_manifest(packed.root, raw)
+    slots = np.zeros((5, 12, 16, 3), np.uint8)
+    ds = ShardDataset(packed.root, check_crc=True, on_error="replace")
+    with pytest.warns(UserWarning, match=r"was replaced by sample"):
+        used = ds.gather(batch, {"image": slots})
+    assert used.tolist() == [{2: 3, 6: 7}.get(i, i) for i in batch]
+    assert ds.num_replaced == sum(i in (2, 6) for i in batch)
+    for slot, n in zip(slots, used.tolist(), strict=False):
+        assert np.array_equal(slot, packed.images[n])
+    first = next(i for i in batch if i in (2, 6))
+    with pytest.raises(SampleError, match=rf"sample {packed.keys[first]:09d}.*the (image has CRC-32|jpg cannot be decoded)"):
+        ShardDataset(packed.root, check_crc=True).gather(batch, {"image": slots})
+
+
+def test_gather_refuses_a_picture_of_another_shape(tmp_path: Path) -> None:
+    packed = write_packed(tmp_path / "out", sizes=((12, 16), (16, 12)))
+    path = packed.root / "index/train/samples.npy"
+    rows = np.load(path)
+    rows["height"], rows["width"] = 12, 16
+    np.save(path, rows)
+    slots = np.zeros((1, 12, 16, 3), np.uint8)
+    with pytest.raises(SampleError, match=r"sample 000000010 .*decoded to .*\(16, 12, 3\), the index says \(12, 16, 3\)"):
+        ShardDataset(packed.root).gather([1], {"image": slots})
+    ShardDataset(packed.root).gather([2], {"image": slots})
+    assert np.array_equal(slots[0], packed.images[2])
+
+
+def test_one_image_size_is_found_in_parts_and_leaves_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.split._ROWS_AT_A_TIME", 4)
+    same = write_packed(tmp_path / "same")
+    ds = ShardDataset(same.root)
+    assert ds.image_size() == (12, 16)
+    if Path("/proc/self/smaps").exists():
+        maps = Path("/proc/self/smaps").read_text("utf-8").split(str(same.root / "index/train/samples.npy"))
+        assert [part.split("Rss:")[1].split()[0] for part in maps[1:]] == ["0"]
+    last = write_packed(tmp_path / "last", sizes=((12, 16),) * 9 + ((12, 17),))
+    assert ShardDataset(last.root).image_size() is None
+    assert ShardDataset(last.root).select([0, 8, 1, 2, 3]).image_size() == (12, 16)
+    assert ShardDataset(last.root).select([0, 1, 2, 3, 9]).image_size() is None
+    assert ShardDataset(last.root).select([]).image_size() is None
 
 
 def test_gather_checks_indices_and_slots_first(packed: Packed) -> None:

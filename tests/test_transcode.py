@@ -154,6 +154,13 @@ def test_a_program_that_does_not_end(fake: Callable[[str], None], monkeypatch: p
         add_restart_grid(SOURCES["420"])
 
 
+def test_a_program_that_goes_away_ends_the_build_as_a_fault_of_the_machine(fake: Callable[[str], None], tmp_path: Path) -> None:
+    fake(script(f"os.remove({os.fspath(tmp_path / 'bin' / 'jpegtran')!r})\nsys.exit(1)"))
+    with pytest.raises(PackError, match=r"jpegtran: No such file or directory: the program went away while packing") as e:
+        run_build(mixed(tmp_path / "src"), tmp_path / "out", output={"restart_grid": "lossless"})
+    assert not isinstance(e.value, UsageError)
+
+
 def test_what_cannot_have_a_grid_is_stored_as_it_is_and_said(fake: Callable[[str], None], tmp_path: Path) -> None:
     fake(script("sys.exit(1)"))
     src, console = mixed(tmp_path / "src"), Recorder()

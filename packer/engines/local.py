@@ -95,9 +95,10 @@ class _Worker:
         # Not fork: a forked child of a process with threads (a progress bar, OpenCV) may hang. A fork server imports once.
         mp = multiprocessing.get_context("forkserver")
         mp.set_forkserver_preload(["packer.work"])
+        folder = _own_folder()  # first: on some systems shared memory makes it, too
         self.pipe, theirs = mp.Pipe()
         self._position = mp.RawValue("q", 0)
-        args = (theirs, self._position, get_temp_dir(), function, context)
+        args = (theirs, self._position, folder, function, context)
         self.process: BaseProcess = mp.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
@@ -172,8 +173,21 @@ def _drive(
 _PLACE = "\0place\0"
 
 
-def _serve(pipe: connection.Connection, position: Any, temporary: str, function: TaskFunction, context: Any) -> None:
-    """A worker's life. It ends when the other side closes the pipe. `temporary` is the folder of the fork server's socket."""
+_made: dict[int, str] = {}
+
+
+def _own_folder() -> str | None:
+    """multiprocessing's folder for the fork server's socket, where it was made here, for this process; else None: it is not ours to remove.
+
+    A process that multiprocessing has started inherits the folder of the one that started it, which may live on.
+    """
+    if getattr(multiprocessing.current_process(), "_config", {"tempdir": ""}).get("tempdir") is None:  # no public name tells
+        _made[os.getpid()] = get_temp_dir()
+    return _made.get(os.getpid())
+
+
+def _serve(pipe: connection.Connection, position: Any, temporary: str | None, function: TaskFunction, context: Any) -> None:
+    """A worker's life. It ends when the other side closes the pipe. `temporary`: a folder to remove where the build is killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # where somebody else had started the fork server
     threading.Thread(target=_end_with_parent, args=(temporary,), daemon=True).start()
     gc.freeze()  # modules and context live as long as the worker: not to be looked at again by every collection
@@ -196,7 +210,7 @@ def _serve(pipe: connection.Connection, position: Any, temporary: str, function:
             return
 
 
-def _end_with_parent(temporary: str) -> None:
+def _end_with_parent(temporary: str | None) -> None:
     """When the build is killed: an orphan must not write beside the next one. (Its parent by process id is the fork server.)
 
     What the build would have removed at its end is left to the workers then.
@@ -204,7 +218,8 @@ def _end_with_parent(temporary: str) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         os._exit(1)
 
 

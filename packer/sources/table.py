@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loaders.format import sha256_file
-from packer.content import LOOK_BYTES, told
+from packer.content import LOOK_BYTES, told_of_text
 from packer.sample import PackError
 from packer.sources.voc_xml import text_codec
 
@@ -91,14 +91,14 @@ def _encoding(path: Path, name: str, given: str | None) -> str:
             start = f.read(LOOK_BYTES)
     except OSError as e:
         raise PackError(f"{name}: cannot be read: {e.strerror}") from None
-    if (what := told(start)) is not None:
-        raise PackError(f"{name}: is {what}; expected a table in text (CSV)")
-    if given is None:
-        return next((codec for bom, codec in _BOMS.items() if start.startswith(bom)), "utf-8")
     try:
-        codec = text_codec(given)
+        codec = None if given is None else text_codec(given)
     except ValueError as e:
         raise PackError(f"{name}: encoding {e}") from None
+    if (what := told_of_text(start, codec)) is not None:
+        raise PackError(f"{name}: is {what}; expected a table in text (CSV)")
+    if codec is None:
+        return next((codec for bom, codec in _BOMS.items() if start.startswith(bom)), "utf-8")
     return "utf-8-sig" if codec == "utf-8" else codec
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from packer.content import told
+from packer.content import told_of_text
 from packer.sample import Finding, Level, PackError, Report
 from packer.sources.splits import EXPECTED, split_of
 from packer.sources.table import read_table
@@ -187,7 +187,7 @@ def _text(path: Path, name: str, encoding: str | None) -> str:
         data = path.read_bytes()
     except OSError as e:
         raise PackError(f"{name}: cannot be read: {e.strerror}") from None
-    if (what := told(data)) is not None:
+    if (what := told_of_text(data, encoding)) is not None:
         raise PackError(f"{name}: is {what}; expected a list in text")
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     for codec in ("utf-16" if utf16 else "utf-8-sig", encoding):
