@@ -6,6 +6,7 @@ What comes when is `loaders.epochs`, what one batch is made of `loaders.assemble
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ from loaders.epochs import Epochs, rank_and_world
 from loaders.sampling import Remainder
 from loaders.slots import Slots
 from loaders.weighted import Weights
+
+INLINE_BYTES = 4 << 20
+"""Copying less takes a fraction of a millisecond, which is about what passing a batch from thread to thread costs."""
 
 
 class BatchLoader:
@@ -45,7 +49,8 @@ class BatchLoader:
         batch_size: samples per batch and rank, B.
         shuffle: False takes the samples as stored.
         seed: of the order.
-        workers: threads; None: the cores that this process may use, divided by the local ranks; 0: none, all is done when asked for.
+        workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
+            ranks, but 0 where making a batch is a copy of less than 4 MiB (memmaps of small images): a hand-off would cost more.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.
         collate: for boxes: one of `loaders.collate` (default `collate_list`); or ``collate(samples) -> dict`` for anything else, called
@@ -88,8 +93,8 @@ class BatchLoader:
         self.batch_size = whole("batch_size", batch_size)
         self.rank, self.world_size = rank_and_world(rank, world_size)
         self._epochs = Epochs(ds, batch_size, shuffle, seed, remainder, self.rank, self.world_size, weights)
-        self.workers = default_workers() if workers is None else whole("workers", workers)
         self.collate = collate_list if collate is None else collate
+        self.workers = self._workers_for_data() if workers is None else whole("workers", workers)
         self.batch_transform = batch_transform
         if self.workers < 0:
             raise ValueError(f"workers is {workers}, expected 0 or more, or None")
@@ -100,6 +105,14 @@ class BatchLoader:
         self._slots = Slots(keep=2 * self._ahead + 2, pinned=pinned)
         self._closed = False
         self._running: weakref.ref[_Iterator] | None = None
+
+    def _workers_for_data(self) -> int:
+        fields = self.ds.batch_fields()
+        if self.ds.transform is None and isinstance(self.collate, Collate) and "image" in fields and getattr(self.ds, "only_copies", False):
+            shape, dtype = fields["image"]
+            if math.prod(shape) * dtype.itemsize * self.batch_size < INLINE_BYTES:
+                return 0
+        return default_workers()
 
     @property
     def _ahead(self) -> int:

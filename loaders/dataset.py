@@ -423,7 +423,8 @@ class PackedDataset(Dataset[SampleDict], ABC):
         shard = self._index.shard_path(self._index.shard_of(position))
         return SampleError(
             f"{shard}: sample {key:09d} (source {source}): {reason}. `pack verify {self.root}` lists everything that is damaged, the "
-            '`pack build` command that made it repairs it; on_error="replace" goes on with other samples'
+            "`pack build` command that made it repairs it"
+            + ('; on_error="replace" goes on with other samples' if self._replacements is None else "")
         )
 
     def _with_replacement(self, index: int, read: Callable[[int], T]) -> tuple[int, T]:

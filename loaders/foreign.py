@@ -35,6 +35,8 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 PICKLED_SUFFIXES = ("pickle", "pkl", "pyd", "pth", "pt", "joblib", "dill")
 # fsspec knows neither the short suffixes nor those before the query of a URL.
 _COMPRESSIONS = {"gz": "gzip", "tgz": "gzip", "bz2": "bz2", "tbz": "bz2", "tbz2": "bz2", "xz": "xz", "txz": "xz"}
+# How compressed files begin -> what they are, and the end of a name that says so.
+_MAGIC = {b"\x1f\x8b": ("gzip", ".tar.gz"), b"BZh": ("bzip2", ".tar.bz2"), b"\xfd7zXZ\0": ("xz", ".tar.xz")}
 _BLOCK = 512
 MAX_FOREIGN_PIXELS = 1 << 28
 """Of a picture in a foreign tar. OpenCV takes 16 bytes for each pixel that a PNG of a hundred bytes claims."""
@@ -233,6 +235,12 @@ class _GuardedTar:
             SampleError: a damaged header is among them.
         """
         data = self._file.read(size)
+        if self._position == 0:
+            for magic, (program, ending) in _MAGIC.items():
+                if data.startswith(magic):
+                    raise SampleError(
+                        f"{self._url}: is compressed by {program}, and its name does not say so: name it *{ending}, or decompress it"
+                    )
         place = 0
         while place < len(data) and not self.ended:
             if self._skip:
@@ -263,6 +271,11 @@ class _GuardedTar:
             raise SampleError(f"{self._url}: {info.name}: damaged tar header: a size of {info.size} bytes")
         if info.type == tarfile.GNUTYPE_SPARSE:
             raise SampleError(f"{self._url}: {info.name}: sparse members are not supported: make the tar without --sparse")
+        if info.issym() or info.islnk():
+            raise SampleError(
+                f"{self._url}: {info.name} is a link to {info.linkname!r}, which has no data of its own: links are not followed; make the "
+                "tar with `tar --dereference --hard-dereference`"
+            )
         if info.type in _HEADER_TYPES:
             if info.size > MAX_EXTENDED_BYTES:
                 raise SampleError(f"{self._url}: a tar header of {info.size} bytes, at most {MAX_EXTENDED_BYTES} are read")

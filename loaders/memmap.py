@@ -57,6 +57,8 @@ class MemmapDataset(PackedDataset):
     """
 
     layout: ClassVar[Layout] = "memmap"
+    only_copies: ClassVar[bool] = True
+    """`gather` decodes nothing; `BatchLoader` asks."""
 
     def __init__(
         self,

@@ -214,13 +214,15 @@ def batch_rows(
         raise IndexError(f"batch {number} of {total}, rank {rank} of {world_size}: out of range")
     start = samples_seen + (number * world_size + rank) * batch_size
     real = order[start : start + batch_size]
-    places = np.arange(start, start + batch_size)
     surplus = batch_size - len(real)
     if surplus:
         real = np.concatenate([real, np.repeat(order[len(order) - 1 :], surplus)])
-    by_position = np.argsort(real, kind="stable")  # stable: a real row stays before its own copies
-    places = places[by_position]
-    return real[by_position], np.minimum(places, len(order) - 1), places < len(order)
+    # Position and row in one number: a plain sort is several times as fast as argsort, and a real row stays before its own copies.
+    keys = real * batch_size + np.arange(batch_size)
+    keys.sort()
+    positions = keys // batch_size
+    places = start + keys - positions * batch_size
+    return positions, np.minimum(places, len(order) - 1), places < len(order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
     result = tune(ds, batch_size=64, seconds=60)
     print(result.best.code)
 
-Every setting of a small grid is run in turns: each round visits all of them for a moment, from another one on each time, so that whatever
-else the machine does falls on all alike, and the median over the rounds counts. Threads and processes end with their turn. `loaders.machine`
-measures why it comes out as it does.
+Every setting of a small grid is run in turns: each round visits all of them for a moment, from another one on each time, so that
+whatever else the machine does falls on all alike, and the median over the rounds counts. Threads and processes end with their turn.
+`loaders.machine` measures why it comes out as it does.
 """
 
 from __future__ import annotations

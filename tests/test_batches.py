@@ -529,3 +529,18 @@ def test_replacement_keeps_boxes_with_their_image(tmp_path: Path) -> None:
 def test_rank_and_world_size_are_given_together(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="give both or neither"):
         BatchLoader(MemoryDataset(8), 2, **given)
+
+
+def test_small_copies_are_made_in_line_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_packed(tmp_path / "memmap", "memmap", counts=(40,))
+    write_packed(tmp_path / "tar", "tar", counts=(40,))
+    ds = MemmapDataset(tmp_path / "memmap")
+    cores = default_workers()
+    assert BatchLoader(ds, 8).workers == 0
+    assert BatchLoader(ds, 8, workers=2).workers == 2
+    assert BatchLoader(ShardDataset(tmp_path / "tar"), 8).workers == cores
+    assert BatchLoader(MemmapDataset(tmp_path / "memmap", transform=lambda sample, _: sample), 8).workers == cores
+    assert BatchLoader(ds, 8, collate=list).workers == cores
+    monkeypatch.setattr("loaders.batches.INLINE_BYTES", 8 * 12 * 16 * 3)
+    assert BatchLoader(ds, 8).workers == cores
+    assert BatchLoader(ds, 7).workers == 0
