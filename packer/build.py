@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from packer.publish import publish
 from packer.recipe import Recipe
 from packer.records import write_file
 from packer.restore import OtherDataSet, restore
-from packer.run import Console, Digests, Outcome, Run, heading_of, make_plan, run_plan, tool_versions
-from packer.sample import Listing, PackError
+from packer.run import Console, Digests, Outcome, Plan, Run, heading_of, make_plan, run_plan, tool_versions
+from packer.sample import Item, Listing, PackError
 from packer.sources.tree import check_root
 from packer.work import Context, check_job
 
@@ -101,7 +102,7 @@ def check(src: Path, recipe: Recipe, console: Console, *, near_duplicates: bool 
     run = _start(src, recipe, console)
     plan = make_plan(run)
     if plan is None:
-        return _judge(run, 0, 0)
+        return _judge(run, 0, [])
     context = Context(plan.spec, plan.source, None, run.versions, hashes=near_duplicates)
     hashes = np.zeros((len(plan.listing.items), HASH_BYTES), np.uint8) if near_duplicates else None
     results: dict[int, JobResult] = {}
@@ -120,7 +121,7 @@ def check(src: Path, recipe: Recipe, console: Console, *, near_duplicates: bool 
         packed += int(results[number].packed.sum())
     run.remark(plan, remarks, digests, hashes)
     _say_sums(run, plan.listing, packed)
-    return _judge(run, packed, len(plan.listing.items) - packed)
+    return _judge(run, packed, plan.listing.items)
 
 
 def _start(src: Path, recipe: Recipe, console: Console) -> Run:
@@ -135,12 +136,21 @@ def _build_in(run: Run, out: Path) -> Outcome:
     check_writable(out)
     plan = make_plan(run)
     partial = open_partial(out)
+    try:
+        return _pack(run, out, plan, partial)
+    except (OSError, PackError) as e:
+        if os.path.isdir(partial):
+            raise
+        raise PackError(f"{out}: is gone, or its {partial.name}/ is: removed or moved while the build ran; run the command again") from e
+
+
+def _pack(run: Run, out: Path, plan: Plan | None, partial: Path) -> Outcome:
     if plan is None:
-        return _fail(run, out, _judge(run, 0, 0))
+        return _fail(run, out, _judge(run, 0, []))
     shards, remarks, digests, packed = run_plan(run, plan, partial)
     run.remark(plan, remarks, digests)
     _say_sums(run, plan.listing, packed)
-    outcome = _judge(run, packed, len(plan.listing.items) - packed)
+    outcome = _judge(run, packed, plan.listing.items)
     if not outcome.ok:
         return _fail(run, out, outcome)
     head = heading_of(run, plan, sorted(remarks.parts), digests.fingerprint())
@@ -167,20 +177,24 @@ def _fail(run: Run, out: Path, outcome: Outcome) -> Outcome:
     return replace(outcome, message=f"{outcome.message}; nothing was published, all findings are in {path}")
 
 
-def _judge(run: Run, packed: int, skipped: int) -> Outcome:
-    """Whether the findings allow to publish."""
+def _judge(run: Run, packed: int, items: Sequence[Item]) -> Outcome:
+    """Whether the findings allow to publish. Left out is also what is no listed picture: a row without one, a closed folder."""
     for line in run.findings.summary():
         run.console.say(line)
-    counts, policy, total = run.findings.counts(), run.recipe.run, packed + skipped
+    counts, policy = run.findings.counts(), run.recipe.run
+    pictures, missing = len(items) - packed, run.findings.num_missing({item.path for item in items})
+    skipped, total = pictures + missing, len(items) + missing
+    what = f"{skipped:,} of {total:,} pictures"
+    if missing:
+        what = f"{skipped:,} of {total:,} samples ({pictures:,} pictures, and {missing:,} missing, out of reach or badly named)"
     problem = ""
     if counts["error"]:
         problem = "the data set has faults that concern all of it (level error)"
     elif counts["skip"] and policy.on_error == "fail":
-        what = f"{skipped:,} of {total:,} pictures cannot be packed" if skipped else "some annotations have no picture"
-        problem = f"{what}; --on-error skip would leave them out and pack {packed:,}"
+        problem = f"{what} cannot be packed; --on-error skip would leave them out and pack {packed:,}"
     elif policy.max_skip is not None and skipped > allowed_skips(policy.max_skip, total):
         limit = f"{policy.max_skip:,}" if isinstance(policy.max_skip, int) else f"{policy.max_skip * 100:g}%"
-        problem = f"{skipped:,} of {total:,} pictures would be left out, --max-skip allows {limit}"
+        problem = f"{what} would be left out, --max-skip allows {limit}"
     elif not packed:
         problem = "nothing to pack: every picture was left out"
     return Outcome(not problem, problem, packed, skipped, run.findings)

@@ -16,7 +16,7 @@ from loaders.format import FormatError
 from packer.sample import Finding, PackError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
-FOLDER = click.Path(path_type=Path)
+FOLDER = click.Path(path_type=Path, readable=False)  # the library says what cannot be read, and `check --json` in JSON
 
 
 class _Commands(click.Group):
@@ -196,7 +196,7 @@ def verify(out: Path, quick: bool, workers: int | None, as_json: bool, quiet: bo
     from packer.console import Terminal
     from packer.engines import open_engine
     from packer.problems import as_json as to_json
-    from packer.problems import as_line, cannot_verify
+    from packer.problems import as_lines, cannot_verify
     from packer.verify import verify as run_verify
 
     console = Terminal(quiet=quiet or as_json)
@@ -212,8 +212,8 @@ def verify(out: Path, quick: bool, workers: int | None, as_json: bool, quiet: bo
     if as_json:
         click.echo(json.dumps(to_json(problems), indent=1))
     else:
-        for problem in problems:
-            console.finding(as_line(problem))
+        for line in as_lines(problems):
+            console.finding(line)
     if errors:
         _fail(f"{out}: {len(errors):,} problem(s)")
     if not as_json and not quiet:
@@ -291,12 +291,29 @@ def _recipe(options: dict[str, Any]) -> Any:
 def _read_classes(path: Path | None) -> list[str] | None:
     if path is None:
         return None
+
+    def wrong(message: str) -> click.BadParameter:
+        return click.BadParameter(f"{path}{message}", param_hint="--classes")
+
+    data = b""
     try:
-        names = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
-        raise click.BadParameter(f"{path}: {e}", param_hint="--classes") from None
+        data = path.read_bytes()
+        names = [line.strip() for line in data.decode("utf-8-sig").rstrip().splitlines()]
+    except OSError as e:
+        raise wrong(f": cannot be read: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        line = e.object[: e.start].count(b"\n") + 1
+        raise wrong(f", line {line}: byte 0x{e.object[e.start]:02x} is not text in UTF-8; save the file as UTF-8") from None
     if not names:
-        raise click.BadParameter(f"{path}: holds no class name", param_hint="--classes")
+        raise wrong(": holds no class name")
+    for number, name in enumerate(names, 1):  # a line's position is its class id
+        if not name:
+            raise wrong(f", line {number}: is blank, and a line's position is the class id: take it out, or write the missing name")
+        if name.startswith("#"):
+            raise wrong(
+                f", line {number}: {name[:80]!r} would become class {number - 1}: the file has no comments, take the line out "
+                "(a class of that name: classes = [...] in a recipe)"
+            )
     return names
 
 

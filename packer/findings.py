@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 
 from packer.sample import Finding, Level
@@ -60,6 +60,14 @@ class Findings:
         """Findings per level."""
         found = Counter(f.level for f in self._found.values())
         return {level: found[level] for level in LEVELS}
+
+    def num_missing(self, pictures: Collection[str]) -> int:
+        """Samples that `skip` findings leave out besides `pictures`, which are listed: missing, out of reach or badly named ones.
+
+        A folder that cannot be read counts as one, since nobody knows what it holds; of what has no name, every one counts.
+        """
+        missing = {f.sample or (f.path, f.line): 1 if f.sample else f.count for f in self._found.values() if f.level == "skip"}
+        return sum(count for sample, count in missing.items() if sample not in pictures)
 
     def jsonl(self) -> str:
         """The text of ``findings.jsonl``."""

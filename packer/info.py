@@ -12,6 +12,9 @@ from loaders.format import Index, Manifest, open_index, read_manifest
 from packer.findings import printable
 from packer.plan import SPLITS
 
+MAX_NAME = 60
+"""Characters of a class name that are printed: one long name would make every line as wide."""
+
 
 def describe(root: Path) -> Iterator[str]:
     """Lines for ``pack info``: splits, classes with counts, ranges of image and box sizes, bytes, transform.
@@ -58,8 +61,12 @@ def _class_rows(manifest: Manifest, indexes: dict[str, Index]) -> list[list[str]
         labels = np.asarray(index.samples["label"] if index.labels is None else index.labels)
         counts.append(np.bincount(labels[(labels >= 0) & (labels < len(manifest.classes))], minlength=len(manifest.classes)))
     for i, name in enumerate(manifest.classes):
-        rows.append([str(i), printable(name), *(f"{int(c[i]):,}" for c in counts)])  # escaped here, so that columns stay aligned
+        rows.append([str(i), _short(printable(name)), *(f"{int(c[i]):,}" for c in counts)])  # escaped here, so that columns stay aligned
     return rows
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
 
 
 def _range_rows(manifest: Manifest, indexes: list[Index]) -> list[list[str]]:

@@ -23,6 +23,7 @@ from packer.boxes import Picture, place_boxes
 from packer.images import Decoded, ImageError, ImageInfo, check, decode, probe, reset_orientation, upright
 from packer.perceptual import HASH_BYTES, MIN_SIDE, picture_hash
 from packer.sample import Annotation, Finding, Item, Report, Sample, Source, Transform, Writer, WrittenShard
+from packer.sources.tree import File, change_of
 from packer.transcode import TranscodeError, add_restart_grid
 from packer.transforms import TransformError
 from packer.writers import open_writer
@@ -69,8 +70,8 @@ class Job:
 @dataclass(slots=True)
 class Remarks:
     """What only the whole data set can judge, gathered per job and merged: the lowest box coordinate as declared, how many boxes
-    touch the right or lower edge, the highest 16-bit value and how many 16-bit pictures there are, the image parts used, and, where
-    images must have one size, the first two sizes ("WxH") with a picture of each.
+    touch the right or lower edge, the highest 16-bit value and how many 16-bit pictures there are, the image parts used, the pictures of
+    each class that has any, and, where images must have one size, the first two sizes ("WxH") with a picture of each.
     """
 
     lowest: float = np.inf
@@ -78,6 +79,7 @@ class Remarks:
     max_16bit: int = -1
     num_16bit: int = 0
     parts: dict[str, int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, str] = field(default_factory=dict)
 
     def merge(self, other: Remarks) -> None:
@@ -85,8 +87,9 @@ class Remarks:
         self.num_at_edge += other.num_at_edge
         self.max_16bit = max(self.max_16bit, other.max_16bit)
         self.num_16bit += other.num_16bit
-        for part, n in other.parts.items():
-            self.parts[part] = self.parts.get(part, 0) + n
+        for mine, others in ((self.parts, other.parts), (self.classes, other.classes)):
+            for name, n in others.items():
+                mine[name] = mine.get(name, 0) + n
         for size, picture in other.sizes.items():
             if len(self.sizes) < 2:
                 self.sizes.setdefault(size, picture)
@@ -254,6 +257,7 @@ def make_sample(
     if spec.restart_grid == "lossless":
         _add_restart_grid(sample, report)
     _annotate(spec, sample, annotation, ids, stored_boxes, placed.keep)
+    facts.remarks.classes = {spec.classes[i]: 1 for i in {sample.label, *sample.labels.tolist()} if i >= 0}
     if spec.layout == "memmap":
         facts.remarks.sizes = {f"{sample.width}x{sample.height}": item.path}
     if len(placed.boxes):
@@ -268,20 +272,23 @@ def read_item(root: Path, item: Item, max_bytes: int, report: Report) -> bytes |
     try:
         with open(os.path.join(root, item.path), "rb", buffering=0) as f:
             stat = os.fstat(f.fileno())
-            unchanged = (stat.st_size, stat.st_mtime_ns) == (item.num_bytes, item.mtime_ns)
-            if unchanged and stat.st_size > max_bytes:
+            listed = File(item.path, item.num_bytes, item.mtime_ns)
+            change = change_of(listed, stat)
+            if change is None and stat.st_size > max_bytes:
                 message = f"{stat.st_size} bytes, over the limit of {max_bytes} ([source] max_file_bytes)"
                 report(Finding("skip", "file-too-large", item.path, message, sample=item.path))
                 return None
-            data = f.readall() if unchanged else b""  # it may also grow or shrink while it is read
+            data = b""
+            if change is None:
+                data = f.readall()
+                change = change_of(listed, os.fstat(f.fileno()))
+                if change is None and len(data) != item.num_bytes:
+                    change = "changed while packing: it grew or shrank while it was read; run the command again"
     except OSError as e:
         report(Finding("skip", "unreadable", item.path, f"cannot be read: {e.strerror}", sample=item.path))
         return None
-    if len(data) != item.num_bytes or not unchanged:
-        what = f"{item.num_bytes} bytes when it was listed, {stat.st_size} now"
-        if stat.st_size == item.num_bytes:
-            what = "it was written again after it was listed"
-        report(Finding("error", "source-changed", item.path, f"changed while packing: {what}; run the command again", sample=item.path))
+    if change is not None:
+        report(Finding("error", "source-changed", item.path, change, sample=item.path))
         return None
     return data
 

@@ -27,12 +27,13 @@ from loaders.format import (
 )
 from packer.plan import SPLITS
 from packer.records import PARTIAL_DIR, sync_path, write_file
-from packer.sample import PackError
+from packer.sample import PackError, UsageError
 from packer.sources.tree import check_root
 
 JOURNAL_NAME = "publishing.json"
 MARKER_NAME = "shardpack"
 MARKER_TEXT = b"Unfinished work of pack (shardpack). The same build command again goes on from here and removes this folder in the end.\n"
+MAX_NAME_BYTES = 255 - len("..new")
 _SPLIT = f"(?:{'|'.join(SPLITS)})"
 _PLACE = re.compile(rf"{_SPLIT}/shard-[0-9]{{6,}}(\.tar(\.idx)?)?")
 _TOP = "|".join(map(re.escape, (MANIFEST_NAME, README_NAME, FINDINGS_NAME)))
@@ -53,9 +54,16 @@ def check_places(src: Path, out: Path) -> None:
     """Refuse, before any work, places that cannot be right.
 
     Raises:
+        UsageError: OUT's name is too long.
         PackError: SRC is no folder, OUT is a file, one lies inside the other, or OUT is a folder that is not ours.
     """
     check_root(src)
+    name = out.resolve().name
+    if len(os.fsencode(name)) > MAX_NAME_BYTES:
+        raise UsageError(
+            f"OUT's name {name[:40]!r}... has {len(os.fsencode(name))} bytes, at most {MAX_NAME_BYTES} can be: "
+            "a file system allows 255, and --overwrite works beside OUT under longer names"
+        )
     if out.is_symlink() and not out.exists():
         raise PackError(f"{out}: is a broken symbolic link")
     if out.exists() and not out.is_dir():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,8 @@ from typing import Any, Literal
 from loaders.format import Manifest, sha256_file
 from packer.findings import printable
 
+MANY = 6
+"""Problems of one code in one file from which on they are one line."""
 REBUILD = "; the same pack build command again restores it"
 
 
@@ -78,3 +81,18 @@ def as_line(problem: Problem) -> str:
     sample = "" if problem.sample is None else f" sample {problem.sample:09d}"
     source = "" if problem.source is None else f" ({problem.source})"
     return printable(f"{problem.level}: {problem.path}{sample}{source}: {problem.message} ({problem.code})")
+
+
+def as_lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """Lines for people: one a problem, in order. Where a file has `MANY` of a code (a cut shard: one for each sample), the first speaks
+    for all, with their number.
+    """
+    same: defaultdict[tuple[str, str, str], list[Problem]] = defaultdict(list)
+    for problem in problems:
+        same[problem.level, problem.code, problem.path].append(problem)
+    for problem in problems:
+        group = same[problem.level, problem.code, problem.path]
+        if len(group) < MANY:
+            yield as_line(problem)
+        elif problem is group[0]:
+            yield f"{as_line(problem)}, and {len(group) - 1:,} more in this file: --json names all"

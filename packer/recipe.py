@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from packer.sample import UsageError
+from packer.sample import MAX_CLASS_CHARS, UsageError
 
 MAX_SIDE = 65500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -70,7 +70,7 @@ class SourceTable(_Table):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     kind: Literal["auto", "folder", "voc", "csv"] = "auto"
-    classes: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    classes: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_CLASS_CHARS)]], Field(min_length=1)] | None = None
     exif: Literal["auto", "apply", "ignore"] = "auto"
     pixel_range: tuple[int, int] | None = None
     boxes: Literal["fail", "clip"] = "fail"
@@ -174,6 +174,12 @@ class Recipe(_Table):
     transform: TransformTable = TransformTable()
     output: OutputTable = OutputTable()
     run: RunTable = RunTable()
+    _name: str = PrivateAttr("options")
+
+    @property
+    def name(self) -> str:
+        """What a message calls it: its file, or "options"."""
+        return self._name
 
     @model_validator(mode="after")
     def _together(self) -> Recipe:
@@ -207,6 +213,7 @@ def load_recipe(path: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Re
     except ValidationError as e:
         lines = [f"  {_place(p['loc'])}: {_message(p)}" for p in e.errors()]
         raise UsageError(f"{path or 'options'}: {len(lines)} wrong value(s):\n" + "\n".join(lines)) from None
+    recipe._name = str(path or "options")
     mode = flags.get("transform", {}).get("mode")
     if mode is not None and recipe.transform.resize is None:  # in a file it may wait for a --resize
         raise UsageError(f"--mode {mode} says how to resize: give --resize too, such as --resize 640")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +12,20 @@ from numpy.typing import NDArray
 
 from packer.job import Remarks, Spec, sizes_differ
 from packer.sample import Finding, Item, Listing, Source
+from packer.sources.tree import File, change_of
 
 DARK_16BIT = 4096
+
+
+def changed_tables(root: Path, listing: Listing) -> Iterator[Finding]:
+    """Tables and split files that are no longer as they were listed: what was packed is what they said before."""
+    for path, (num_bytes, mtime_ns) in listing.tables.items():
+        try:
+            change = change_of(File(path, num_bytes, mtime_ns), os.stat(root / path))
+        except OSError as e:
+            change = f"changed while packing: it cannot be looked at now: {e.strerror}; run the command again"
+        if change is not None:
+            yield Finding("error", "source-changed", path, change)
 
 
 def duplicate_findings(
@@ -76,8 +89,10 @@ def _equal_rows(rows: NDArray[np.uint8]) -> Iterator[list[int]]:
     yield from sorted(groups)
 
 
-def remark_findings(listing: Listing, kind: str, source: Source, spec: Spec, remarks: Remarks) -> Iterator[Finding]:
-    """Warnings about the data set as a whole."""
+def remark_findings(
+    listing: Listing, kind: str, source: Source, spec: Spec, remarks: Remarks, *, classes_given: bool = False
+) -> Iterator[Finding]:
+    """Warnings about the data set as a whole. `classes_given`: the classes were not taken from the data."""
     if kind == "voc" and source.options.get("origin", 0) == 0 and remarks.lowest == 1 and remarks.num_at_edge:
         yield Finding(
             "warning",
@@ -96,6 +111,12 @@ def remark_findings(listing: Listing, kind: str, source: Source, spec: Spec, rem
             f"the highest value in {remarks.num_16bit:,} 16-bit pictures is {remarks.max_16bit}: divided by 257 they come out near black; "
             f"a detector of fewer bits? say [source] pixel_range = [0, {max(2 ** int(remarks.max_16bit).bit_length() - 1, 1)}]",
         )
+    empty = [name for name in spec.classes if name not in remarks.classes] if classes_given else []
+    if empty:
+        named = ", ".join(map(repr, empty[:20])) + (", ..." if len(empty) > 20 else "")
+        how_many = f"{len(empty):,} of the {len(spec.classes):,} classes"
+        text = f"no picture of {how_many} of [source] classes was packed: {named}; they keep their ids"
+        yield Finding("warning", "empty-class", ".", text)
     if spec.layout == "tar" and len(remarks.parts) > 1:
         parts = ", ".join(f"{n:,} {part}" for part, n in sorted(remarks.parts.items()))
         text = f"images are stored in more than one format ({parts}); some readers want one: --image jpg, png or webp"

@@ -34,10 +34,10 @@ from packer.plan import (
 from packer.publish import FinishedShard, Heading
 from packer.recipe import Recipe
 from packer.records import job_files, load_record, sync_shard
-from packer.remarks import duplicate_findings, remark_findings, same_files
+from packer.remarks import changed_tables, duplicate_findings, remark_findings, same_files
 from packer.sample import Finding, Listing, PackError, Source, UsageError
 from packer.sources import detect, open_source
-from packer.sources.tree import case_twins
+from packer.sources.tree import case_twins, distinct
 from packer.transcode import program_version
 from packer.transforms import Resize
 from packer.work import Chunk, Context, chunks, describe_task, digest_chunk, pack_job, scan_chunk, survey
@@ -59,7 +59,7 @@ class Console(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """`ok`: exit status 0. `num_samples`, `num_skipped`: pictures packed (or fit to be) and left out."""
+    """`ok`: exit status 0. `num_samples`, `num_skipped`: samples packed (or fit to be), and left out."""
 
     ok: bool
     message: str
@@ -126,7 +126,11 @@ class Run:
             self.console.say("  comparing pictures for near-duplicates")
             for finding in near_duplicate_findings(plan.listing, split_of, digests.array, hashes):
                 self.findings.add(finding)
-        for finding in remark_findings(plan.listing, plan.kind, plan.source, plan.spec, remarks):
+        for finding in changed_tables(plan.source.root, plan.listing):
+            self.findings.add(finding)
+        for finding in remark_findings(
+            plan.listing, plan.kind, plan.source, plan.spec, remarks, classes_given=self.recipe.source.classes is not None
+        ):
             self.findings.add(finding)
 
 
@@ -156,7 +160,10 @@ def make_plan(run: Run) -> Plan | None:
     table = run.recipe.source
     kind, why = (table.kind, "as given") if table.kind != "auto" else detect(run.src)
     run.console.say(f"source: {kind} ({why})")
-    source = open_source(kind, run.src, table.own, table.classes)
+    try:
+        source = open_source(kind, run.src, table.own, table.classes)
+    except UsageError as e:
+        raise UsageError(f"{run.recipe.name}: {e}") from None
     if run.recipe.output.format == "memmap" and source.options.get("extra"):
         raise UsageError(
             "[source] extra: kept columns go into the JSON of a tar sample, and a memmap has none; use --format tar, or leave it out"
@@ -173,7 +180,7 @@ def make_plan(run: Run) -> Plan | None:
     names = _scan(run, source, listing)
     if listing.classes is None:
         listing.classes = sorted(set().union(*names))
-    twins = [] if kind == "folder" else [", ".join(map(repr, group)) for group in case_twins(listing.classes)]
+    twins = [] if kind == "folder" else [", ".join(f"'{name}'" for name in distinct(group)) for group in case_twins(listing.classes)]
     if twins:
         message = f"classes {'; '.join(twins[:5])} differ by upper and lower case only (or by Unicode form); all are kept"
         run.findings.add(Finding("warning", "case-twins", ".", message, count=len(twins)))

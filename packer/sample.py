@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from loaders.format import Index, Layout, Task
 
 Level = Literal["error", "skip", "warning"]
+MAX_CLASS_CHARS = 200
+"""Of a class name, of any kind of source: one that is longer is a cell or tag that took in what follows it."""
 
 
 class PackError(Exception):
@@ -76,7 +78,8 @@ class Listing:
     only a scan of all annotations can tell. `has_splits`: the source says which split an item belongs to. `num_files`: regular files
     seen below the root; `num_ignored`: of those (and of hidden folders), the ones a stated rule passes over (hidden and system files);
     `num_used`: annotation and table files that were read or will be. `digest`: hex SHA-256 over the contents of the data-set-level
-    files (split file, CSV tables). `notes`: what was detected, for the user, one line each.
+    files (split file, CSV tables); `tables`: their path -> (num_bytes, mtime_ns) as they were listed. `notes`: what was detected, for
+    the user, one line each.
     """
 
     items: list[Item]
@@ -87,6 +90,7 @@ class Listing:
     num_ignored: int = 0
     num_used: int = 0
     digest: str = ""
+    tables: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 

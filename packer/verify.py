@@ -43,7 +43,8 @@ def verify(root: Path, engine: Engine, *, quick: bool, progress: Progress) -> li
     `quick` looks at names, sizes, structure and index only: no checksums, no decoding.
     """
     if not root.is_dir():
-        raise PackError(f"{root}: no such folder")
+        what = "is a file, expected the folder of a packed data set" if root.exists() else "no such folder"
+        raise PackError(f"{root}: {what}")
     try:
         manifest = read_manifest(root)
     except FormatError as e:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import shutil
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +30,9 @@ from packer.job import (
 )
 from packer.records import job_files, job_key, load_record, save_record
 from packer.sample import Finding, Item, PackError, Source
+
+_FEW_FILES = 16
+"""No shard and its record are more files and folders than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,13 @@ def pack_job(context: Context, job: Job, tick: Tick) -> Done:
 
 def _disk_full(partial: Path, num_bytes: int) -> str:
     done = sum(f.stat().st_size for f in partial.rglob("*") if f.is_file() and not f.relative_to(partial).parts[0].startswith("tmp-"))
-    free = shutil.disk_usage(partial).free
+    disk = os.statvfs(partial)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_files and disk.f_favail < _FEW_FILES:  # what the shard had is free again, since it was removed
+        return (
+            f"{partial.parent}: out of inodes: {disk.f_favail:,} of {disk.f_files:,} free there, one for each file or folder; "
+            "remove files, or use a larger --shard-size, and run the same command again: finished shards are kept"
+        )
     return (
         f"{partial.parent}: disk full, or over quota: about {max(num_bytes - done, 0):,} more bytes needed, {free:,} free there; "
         "make room and run the same command again: finished shards are kept"
@@ -149,7 +158,10 @@ def chunks(items: Sequence[Item], size: int = 2000) -> list[Chunk]:
 def describe_task(task: Any, position: int) -> str:
     """What a task is on, for messages."""
     items = task.items
-    return str(items[position].path) if 0 <= position < len(items) else "the end of a shard"
+    if 0 <= position < len(items):
+        return str(items[position].path)
+    where = f"the {task.split} shard" if isinstance(task, Job) else "the part"
+    return f"the end of {where} of {items[0].path} to {items[-1].path}" if items else "an empty shard"
 
 
 def _silent(finding: Finding) -> None:

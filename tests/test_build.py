@@ -19,9 +19,10 @@ from loaders.format import open_index, read_manifest
 from packer import build as build_module
 from packer import work
 from packer.build import allowed_skips, check
+from packer.job import Job
 from packer.outdir import locked
 from packer.recipe import load_recipe
-from packer.sample import PackError
+from packer.sample import Item, PackError, UsageError
 
 TAR = {"output": {"shard_samples": 4}}
 MEMMAP = {"output": {"shard_samples": 4, "format": "memmap"}, "transform": {"resize": "32x24"}}
@@ -273,6 +274,116 @@ def test_picture_that_changes_while_packing(make_folder: Callable[..., Path], tm
     assert differences(tree(out), tree(tmp_path / "at once")) == []
 
 
+def meddle(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    """Let `change` happen when everything is planned and packing begins."""
+    run_job = work.run_job
+
+    def meddling(*args: Any, **more: Any) -> Any:
+        change()
+        return run_job(*args, **more)
+
+    monkeypatch.setattr(work, "run_job", meddling)
+
+
+@pytest.mark.parametrize(("old", "new"), [("<name>crack<", "<name>other<"), ("<xmax>20<", "<xmax>21<")])
+@pytest.mark.parametrize("classes", [None, ["crack", "incomplete_fusion", "porosity", "slag"]])
+def test_xml_that_changes_while_packing(
+    old: str, new: str, classes: list[str] | None, make_voc: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out = make_voc(6), tmp_path / "out"
+    path = src / "annotations" / "weld_0004.xml"
+    assert old in path.read_text()
+    meddle(monkeypatch, lambda: path.write_text(path.read_text().replace(old, new)))
+    outcome = run_build(src, out, run=SKIP, source={"classes": classes} if classes else {})
+    assert not outcome.ok
+    found = [json.loads(line) for line in (out / "findings.jsonl").read_text().splitlines()]
+    assert [(f["level"], f["code"], f["path"]) for f in found if f["level"] != "warning"] == [
+        ("error", "source-changed", "annotations/weld_0004.xml")
+    ]
+    monkeypatch.undo()
+    assert run_build(src, out).ok  # the same file as it is now is packed
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_table_that_changes_while_packing(
+    gone: bool, make_voc: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out = make_voc(6), tmp_path / "out"
+    path = src / "train_val_test_split.csv"
+    meddle(monkeypatch, lambda: path.unlink(missing_ok=True) if gone else path.write_text(path.read_text().replace("val", "test")))
+    assert not run_build(src, out, run=SKIP).ok
+    [found] = [json.loads(line) for line in (out / "findings.jsonl").read_text().splitlines()]
+    assert (found["level"], found["code"], found["path"]) == ("error", "source-changed", "train_val_test_split.csv")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("moved", [False, True])
+def test_output_that_goes_while_packing(
+    moved: bool, workers: int, make_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def go(*_: Any) -> None:
+        if moved:
+            out.rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(out)
+
+    make_plan = build_module.run_plan
+    monkeypatch.setattr(build_module, "run_plan", lambda *args: (go(), make_plan(*args))[1])
+    with pytest.raises(PackError, match=r"/out: is gone, .*removed or moved while the build ran; run the command again$"):
+        run_build(make_folder(6), out, **TAR, run={"workers": workers})
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("length", [251, 253, 255, 256])
+def test_output_name_that_is_too_long(length: int, make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"OUT's name .* has {length} bytes, at most 250 can be"):
+        run_build(make_folder(3), tmp_path / ("o" * length))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_longest_output_name(overwrite: bool, make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    src, out = make_folder(3), tmp_path / ("o" * 250)
+    assert run_build(src, out).ok
+    assert run_build(src, out, overwrite=overwrite).ok
+
+
+def with_lost_rows(root: Path) -> Path:
+    rows = [f"pictures/w{i}.png,a" for i in range(4)] + [f"../w{i}.png,a" for i in range(3)] + ["pictures/gone.png,a"]
+    for i in range(4):
+        save(root / "pictures" / f"w{i}.png", picture(16, 12, i))
+    (root / "labels.csv").write_text("filename,label\n" + "\n".join(rows) + "\n")
+    return root
+
+
+@pytest.mark.parametrize(("limit", "ok"), [(0, False), (3, False), (4, True), ("49%", False), ("50%", True), (None, True)])
+def test_max_skip_counts_what_has_no_picture(limit: Any, ok: bool, tmp_path: Path) -> None:
+    outcome = run_build(with_lost_rows(tmp_path / "src"), tmp_path / "out", run={**SKIP, "max_skip": limit})
+    assert (outcome.ok, outcome.num_samples, outcome.num_skipped) == (ok, 4, 4)
+    if not ok:
+        said = "4 of 8 samples (0 pictures, and 4 missing, out of reach or badly named) would be left out, --max-skip allows"
+        assert outcome.message.startswith(said)
+
+
+def test_a_bad_name_counts_and_is_called_so(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    src = make_folder(6)
+    save(src / "slag" / "x.png", picture(16, 12, 1))
+    os.rename(os.fsencode(src / "slag" / "x.png"), os.fsencode(src / "slag") + b"/x\xf3.png")
+    said = "1 of 7 samples (0 pictures, and 1 missing, out of reach or badly named)"
+    outcome = run_build(src, tmp_path / "out")
+    assert outcome.message.startswith(f"{said} cannot be packed; --on-error skip would leave them out and pack 6")
+    outcome = run_build(src, tmp_path / "out", run={**SKIP, "max_skip": 0})
+    assert outcome.message.startswith(f"{said} would be left out, --max-skip allows 0")
+
+
+def test_a_task_at_its_end_names_its_shard() -> None:
+    items = tuple(Item(name, None, 1, 1) for name in ("a.jpg", "b.jpg"))
+    job = Job(3, "val", (0, 1), items)
+    assert [work.describe_task(job, i) for i in range(3)] == ["a.jpg", "b.jpg", "the end of the val shard of a.jpg to b.jpg"]
+    assert work.describe_task(work.Chunk(0, items), 2) == "the end of the part of a.jpg to b.jpg"
+
+
 def test_internal_error_names_the_picture(make_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     src = make_folder(6)
 
@@ -332,6 +443,12 @@ def test_disk_full_is_told_and_resumed(workers: int, small_disk: Path, tmp_path:
     assert f"{kept} of 8 shards were already there from an earlier run" in console.said
     assert run_build(src, tmp_path / "at once", **tables).ok
     assert differences(tree(out), tree(tmp_path / "at once")) == []
+
+
+def test_no_inodes_left_is_told(small_disk: Path, make_folder: Callable[..., Path]) -> None:
+    subprocess.run(["mount", "-o", "remount,size=4m,nr_inodes=12", small_disk], check=True)
+    with pytest.raises(PackError, match=r"out of inodes: \d+ of 12 free there, .*run the same command again: finished shards are kept$"):
+        run_build(make_folder(30), small_disk / "out", output={"shard_samples": 2})
 
 
 def test_two_readings_agree(make_voc: Callable[..., Path], tmp_path: Path) -> None:

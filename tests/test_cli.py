@@ -92,6 +92,33 @@ def test_wrong_usage(args: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"crack\n\nslag\n", ", line 2: is blank, and a line's position is the class id"),
+        (b"\ncrack\n", ", line 1: is blank"),
+        (b"# my classes\ncrack\n", ", line 1: '# my classes' would become class 0"),
+        (b"crack\nsl\xe4g\n", ", line 2: byte 0xe4 is not text in UTF-8"),
+        (None, "c.txt: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_classes_file_that_cannot_be_meant(content: bytes | None, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "c.txt").write_bytes(content)
+    result = run("build", "a", "b", "--classes", tmp_path / "c.txt")
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
+
+
+def test_wrong_values_of_a_source_name_the_recipe(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[source]\nkind = "csv"\n[source.columns]\nlabel = -1\n')
+    result = run("check", make_folder(), "--recipe", recipe)
+    assert result.exit_code == 2
+    assert f"error: {recipe}: 1 wrong value(s):\n  [source] columns.label: " in result.stderr
+    assert result.stderr.rstrip().endswith("greater than or equal to 0, found -1")
+
+
+@pytest.mark.parametrize(
     ("args", "said"),
     [
         (["--shard-size", "big"], "[output] shard_size: 'big' is no size such as 256MB or 1GiB"),
@@ -159,7 +186,7 @@ class TestBuild:
             return Outcome(True, "")
 
         monkeypatch.setattr(build_module, "build", fake)
-        (tmp_path / "c.txt").write_text("\ufeffslag\n\n  crack \n", "utf-8")
+        (tmp_path / "c.txt").write_text("\ufeffslag\n  crack \n\n \n", "utf-8")
         (tmp_path / "r.toml").write_text('[output]\nquality = 50\nseed = 3\n[source]\norigin = 1\n[run]\non_error = "skip"\n')
         result = run(
             *("build", "a", "b", "--recipe", tmp_path / "r.toml", "--source", "voc", "--classes", tmp_path / "c.txt"),

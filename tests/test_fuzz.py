@@ -83,7 +83,7 @@ FOUND: dict[str, tuple[str, bytes, str]] = {
     "damaged gzip": ("foreign-tar", b"\1" + gzip.compress(_PLAIN_TAR, mtime=0)[:12] + b"\xff" * 40, "cannot be read"),
     "damaged xz": ("foreign-tar", b"\3" + lzma.compress(_PLAIN_TAR)[:24] + b"\xff" * 60, "cannot be read"),
     # `tarfile` looks for gzip inside, too, and stumbles with a TypeError over its end.
-    "gzip in a tar's place": ("foreign-tar", b"\0\x1f\x8b\x08\x04" + bytes(6), "cannot be read"),
+    "gzip in a tar's place": ("foreign-tar", b"\0\x1f\x8b\x08\x04" + bytes(6), "is compressed by gzip"),
     # Infinity was accepted as a number.
     "infinity in a manifest": ("manifest", b'{"format_version": Infinity}', "Infinity is no JSON number"),
     # A name of 250 kB made a message of 250 kB.

@@ -57,6 +57,13 @@ def test_detection(make_voc: Callable[..., Path], tmp_path: Path) -> None:
     assert found["boxes per image"] == ["0", "2", "4"]
 
 
+def test_a_long_class_name_is_cut(tmp_path: Path) -> None:
+    save(tmp_path / "src" / ("n" * 150) / "a.jpg", picture(20, 16, 0))
+    assert run_build(tmp_path / "src", tmp_path / "out").ok
+    (line,) = [line for line in describe(tmp_path / "out") if "nnn" in line]
+    assert line.split() == ["0", "n" * 57 + "...", "1"]
+
+
 @pytest.mark.parametrize("layout", ["tar", "memmap"])
 def test_classification_and_unlabelled(layout: str, make_folder: Callable[..., Path], tmp_path: Path) -> None:
     src = make_folder(7)

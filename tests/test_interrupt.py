@@ -167,7 +167,8 @@ def test_killed_worker(large: Large, running: Callable[..., Running], tmp_path: 
     text = build.finish()
     assert build.process.returncode == 1
     assert "a worker process died (signal 9) while working on " in text
-    assert re.search(r"(\.png|the end of a shard): probably killed for lack of memory; use fewer --workers; finished shards are kept", text)
+    at = r"(\.png|the end of the train shard of .*\.png to .*\.png)"
+    assert re.search(at + ": probably killed for lack of memory; use fewer --workers; finished shards are kept", text)
     assert run_build(src, out, **TABLES).ok
     assert differences(tree(out), expected) == []
 
@@ -199,6 +200,22 @@ def test_interrupted(
     assert list(build.temp.iterdir()) == []
     assert run_build(src, out, **TABLES).ok
     assert differences(tree(out), expected) == []
+
+
+def test_interrupted_before_anything_is_imported(tmp_path: Path) -> None:
+    """Ctrl-C while the command line is being imported ends the process and prints nothing."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")  # the first import there
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])}
+    command = [sys.executable, "-m", "packer.start", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_command_begins_where_ctrl_c_is_quiet() -> None:
+    command = [sys.executable, "-m", "packer.start", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
 
 
 def test_interrupted_while_workers_start(large: Large, running: Callable[..., Running], tmp_path: Path) -> None:

@@ -687,10 +687,10 @@ def test_remarks_count_what_was_packed_and_merge(tmp_path: Path) -> None:
         folder.add(name, data, boxes_of((1, 2, W, H)))
     folder.add("f", deep, None)
     remarks = folder.run(BOXES, None).remarks
-    assert remarks == Remarks(1.0, 5, int(DEEP.max()), 1, {"jpg": 2, "png": 2, "webp": 1})
-    other = Remarks(0.5, 1, 9, 2, {"png": 1, "jpg": 1})
+    assert remarks == Remarks(1.0, 5, int(DEEP.max()), 1, {"jpg": 2, "png": 2, "webp": 1}, {"crack": 5})
+    other = Remarks(0.5, 1, 9, 2, {"png": 1, "jpg": 1}, {"crack": 1, "slag": 1})
     other.merge(remarks)
-    assert other == Remarks(0.5, 6, int(DEEP.max()), 3, {"png": 3, "jpg": 3, "webp": 1})
+    assert other == Remarks(0.5, 6, int(DEEP.max()), 3, {"png": 3, "jpg": 3, "webp": 1}, {"crack": 6, "slag": 1})
 
 
 def test_the_index_has_the_checksum_of_what_is_stored(tmp_path: Path) -> None:

@@ -217,7 +217,40 @@ def test_names_that_look_alike_are_said(tmp_path: Path) -> None:
     found, packed, _ = look(put(tmp_path / "src", files))
     assert (set(found), packed) == ({("case-twins", ".")}, 5)
     assert "'Crack', 'crack'" in str(found["case-twins", "."]["message"])
+    assert r"'e\u0301', '\xe9'" in str(found["case-twins", "."]["message"])  # which print the same
     assert found["case-twins", "."]["count"] == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "voc", "csv"])
+def test_a_given_class_without_pictures_is_said(tmp_path: Path, kind: str) -> None:
+    files: dict[str, bytes | str | None] = {"crack/a.jpg": None, "slag/b.jpg": None}
+    if kind == "voc":
+        files = {"images/w1.jpg": None, "annotations/w1.xml": XML.replace("crack", "slag")}
+    if kind == "csv":
+        files = {"a.jpg": None, "labels.csv": "filename,label\na.jpg,slag\n"}
+    found, _, _ = look(put(tmp_path, files), kind=kind, classes=["crack", "slag", "ghost"])
+    empty = 1 if kind == "folder" else 2
+    names = "'ghost'" if kind == "folder" else "'crack', 'ghost'"
+    message = str(found["empty-class", "."]["message"])
+    assert message == f"no picture of {empty} of the 3 classes of [source] classes was packed: {names}; they keep their ids"
+    assert found["empty-class", "."]["level"] == "warning"
+
+
+@pytest.mark.parametrize("kind", ["folder", "voc", "csv"])
+def test_a_class_name_that_is_too_long_is_left_out(tmp_path: Path, kind: str) -> None:
+    long, fits = "x" * 201, "y" * 200
+    files: dict[str, bytes | str | None] = {f"{long}/a.jpg": None, f"{fits}/b.jpg": None}
+    if kind == "voc":
+        files = {"images/a.jpg": None, "annotations/a.xml": XML.replace("w1", "a").replace("crack", long)}
+        files |= {"images/b.jpg": None, "annotations/b.xml": XML.replace("w1", "b").replace("crack", fits)}
+    if kind == "csv":
+        files = {"a.jpg": None, "b.jpg": None, "labels.csv": f"filename,label\na.jpg,{long}\nb.jpg,{fits}\n"}
+    found, packed, _ = look(put(tmp_path, files), kind=kind)
+    ((code, _),) = found
+    assert (code, packed) == ("bad-class-name", 1)
+    (finding,) = found.values()
+    assert finding["level"] == "skip"
+    assert "has 201 characters, at most 200" in str(finding["message"])
 
 
 def test_a_cell_of_a_million_characters_harms_no_row(tmp_path: Path) -> None:

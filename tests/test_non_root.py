@@ -111,7 +111,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(
         ("voc", "train_val_test_split.csv", "train_val_test_split.csv: cannot be read: Permission denied"),
         ("csv", "labels.csv", "labels.csv: cannot be read: Permission denied"),
         ("auto", "labels.csv", "labels.csv: cannot be read: Permission denied"),
-        ("folder", ".", "not readable"),
+        ("folder", ".", "src: cannot be read: Permission denied"),
     ],
 )
 def test_what_everything_hangs_on_is_refused_in_one_message(area: Path, kind: str, path: str, words: str) -> None:
@@ -142,6 +142,27 @@ def test_an_output_that_cannot_be_written_is_refused(area: Path) -> None:
     assert "ermission" in done.stderr
     assert str(area / "out") in done.stderr
     assert not list((area / "out").iterdir())
+
+
+def test_a_source_that_cannot_be_read_is_said_in_json(area: Path) -> None:
+    (area / "src").chmod(0)
+    done = pack("check", area / "src", "--json")
+    assert done.returncode == 1, done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (finding["code"], finding["message"]) == ("cannot-pack", f"{area / 'src'}: cannot be read: Permission denied")
+
+
+@pytest.mark.slow
+def test_a_closed_folder_counts_as_left_out(area: Path) -> None:
+    class_folders(area / "src")
+    (area / "src/slag").chmod(0)
+    done = pack("build", area / "src", area / "out/set", "--on-error", "skip", "--max-skip", "0")
+    assert done.returncode == 1, done.stderr
+    assert "1 of 3 samples (0 pictures, and 1 missing, out of reach or badly named) would be left out, --max-skip allows 0" in done.stderr
+    done = pack("build", area / "src", area / "out/set", "--on-error", "skip")
+    assert done.returncode == 0, done.stderr
+    assert "packed 2 samples" in done.stderr
+    assert "; 1 left out" in done.stderr
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_left_over_partial_folder_is_cleaned_away(made: Made) -> None:
         ({"transform": {"resize": "8"}}, "transform: was None, is now {"),
         ({"source": {"classes": ["slag", "crack", "bad"]}}, "classes: was ['bad', 'crack', 'slag'], is now ['slag', 'crack', 'bad']"),
         ({"source": {"exif": "ignore"}}, "source options: was {}, is now {'exif': 'ignore'}"),
-        ({"split": {"train": "1"}}, "output split: was None, is now {'train': 1.0}"),
+        ({"split": {"train": "1"}}, "output split: was not given, is now {'train': 1.0}"),
     ],
 )
 def test_other_plan_is_refused(changes: dict[str, Any], said: str, made: Made) -> None:

@@ -483,8 +483,11 @@ def test_replace_passes_over_a_missing_shard(tmp_path: Path, layout: Any) -> Non
     assert ds.gather([2, 30, 50], out).tolist() == [2, 43, 50]
     assert np.array_equal(out["image"][1], packed.images[43])
     assert out["label"].tolist() == [packed.labels[n] for n in (2, 43, 50)]
-    with pytest.raises(SampleError, match="No other sample that was tried"):
+    with pytest.raises(SampleError, match="No other sample that was tried") as caught:
         ds.select(range(3, 43))[0]
+    assert "on_error" not in str(caught.value)  # it was tried
+    with pytest.raises(SampleError, match=r'; on_error="replace" goes on with other samples$'):
+        open_set(packed)[3]
 
 
 def test_a_sample_error_crosses_processes(tmp_path: Path) -> None:

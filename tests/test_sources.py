@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from packer.recipe import SourceTable
-from packer.sample import PackError
+from packer.sample import Finding, PackError
 from packer.sources import KINDS, detect, open_source
 from voc_data import put, put_pair, voc_object, voc_xml
 
@@ -68,6 +68,20 @@ def test_voc_is_detected_by_the_root_element(tmp_path: Path, images: str, annota
     kind, why = detect(tmp_path)
     assert kind == "voc"
     assert os.path.normpath(f"{annotations}/{name}.xml") in why
+
+
+@pytest.mark.parametrize("name", ["b/self.jpg", "b/self.xml", "b/self.csv", "self.csv", "self"])
+@pytest.mark.parametrize("target", ["self", "0.jpg/foo", "t" * 300], ids=["loop", "below a file", "too long"])
+def test_a_link_that_leads_nowhere_stops_no_detection(tmp_path: Path, name: str, target: str) -> None:
+    for path in ("a/0.jpg", "b/0.jpg", "0.jpg"):
+        put(tmp_path, path)
+    link = tmp_path / name
+    link.symlink_to(link.name if target == "self" else target)
+    kind, _ = detect(tmp_path)
+    assert kind == "folder"
+    findings: list[Finding] = []
+    open_source(kind, tmp_path, {}, None).list(findings.append)
+    assert ("broken-link", name) in [(f.code, f.path) for f in findings]
 
 
 def test_an_xml_of_another_kind_is_no_voc(tmp_path: Path) -> None:

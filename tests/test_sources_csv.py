@@ -572,6 +572,15 @@ def test_labels_are_text(tmp_path: Path) -> None:
     assert r.findings == []
 
 
+def test_a_row_of_another_table_is_named_with_it(tmp_path: Path) -> None:
+    tables = {"train.csv": "image,label\na.jpg,x\nb.jpg,x\n", "test.csv": "image,label\nc.jpg,x\na.jpg,x\nb.jpg,y\n"}
+    r = Read(make(tmp_path, tables, ["a.jpg", "b.jpg", "c.jpg"]), file={"train": "train.csv", "test": "test.csv"})
+    same, conflict = r.one("duplicate-row"), r.one("label-conflict")
+    assert (same.path, same.line, same.message) == ("test.csv", 3, "line 3: says the same as train.csv, line 2; one of them is enough")
+    assert (conflict.path, conflict.line) == ("test.csv", 4)
+    assert "class 'y' here, 'x' in train.csv, line 3; a picture has one class" in conflict.message
+
+
 def test_blank_labels_and_repeated_rows(tmp_path: Path) -> None:
     rows = "a.jpg,x\nb.jpg,x\nb.jpg,y\nc.jpg,\n./a.jpg,x\na.jpg,x\nb.jpg,x\n"
     r = Read(make(tmp_path, {"t.csv": "image,label\n" + rows}, ["a.jpg", "b.jpg", "c.jpg"]))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packer.sample import Finding, PackError
-from packer.sources.tree import File, Tree, case_twins, is_picture, printable, report_unsupported, suffix_of, walk
+from packer.sources.tree import File, Tree, case_twins, distinct, is_picture, printable, report_unsupported, suffix_of, walk
 from source_contract import opened_paths, say
 
 
@@ -125,6 +125,11 @@ def test_names_that_differ_by_case_only_are_named_together(tmp_path: Path) -> No
     assert [f.code for f in findings] == ["case-twins", "case-twins"]
     assert "Crack, crack" in findings[0].message
     assert "crack/W1.jpg, crack/w1.jpg" in findings[1].message
+
+
+def test_names_that_print_the_same_are_told_apart() -> None:
+    assert distinct(["e\u0301.jpg", "\xe9.jpg"]) == [r"e\u0301.jpg", r"\xe9.jpg"]
+    assert distinct(["\xc9", "\xe9"]) == ["\xc9", "\xe9"]
 
 
 def test_a_folder_that_cannot_be_read_is_a_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

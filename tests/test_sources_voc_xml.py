@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packer.sample import Annotation, Finding, Item
+from packer.sources.tree import File
 from packer.sources.voc_xml import MAX_OBJECTS, XmlFault, decode_xml, parse_voc, root_element, text_codec
 from voc_data import put, put_pair, source, voc_object, voc_xml
 
@@ -16,7 +18,8 @@ from voc_data import put, put_pair, source, voc_object, voc_xml
 def annotate(root: Path, xml: str | bytes, **options: object) -> tuple[Annotation | None, list[Finding]]:
     put_pair(root, "w", xml)
     findings: list[Finding] = []
-    item = Item("images/w.jpg", None, 0, 0, ref="annotations/w.xml")
+    info = (root / "annotations/w.xml").stat()
+    item = Item("images/w.jpg", None, 0, 0, ref=File("annotations/w.xml", info.st_size, info.st_mtime_ns))
     annotation = source(root, **options).annotate(item, findings.append)
     assert all((f.path, f.sample) == ("annotations/w.xml", "images/w.jpg") for f in findings)
     return annotation, findings
@@ -290,8 +293,29 @@ def test_many_elements_take_bounded_memory() -> None:
 def test_an_xml_that_is_gone_is_a_finding(tmp_path: Path) -> None:
     put(tmp_path, "images/w.jpg")
     findings: list[Finding] = []
-    assert source(tmp_path).annotate(Item("images/w.jpg", None, 0, 0, ref="annotations/w.xml"), findings.append) is None
+    assert source(tmp_path).annotate(Item("images/w.jpg", None, 0, 0, ref=File("annotations/w.xml", 0, 0)), findings.append) is None
     assert [(f.level, f.code) for f in findings] == [("skip", "unreadable")]
+
+
+@pytest.mark.parametrize("change", ["longer", "touched", "while it is read"])
+def test_an_xml_that_is_not_as_it_was_listed_fails_the_build(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_pair(tmp_path, "w", voc_xml(voc_object()))
+    path = tmp_path / "annotations/w.xml"
+    info = path.stat()
+    item = Item("images/w.jpg", None, 0, 0, ref=File("annotations/w.xml", info.st_size, info.st_mtime_ns))
+    if change == "longer":
+        path.write_text(voc_xml(voc_object("a longer name")))
+        os.utime(path, ns=(info.st_mtime_ns, info.st_mtime_ns))
+    elif change == "touched":
+        os.utime(path, ns=(1, 1))
+    else:
+        os.utime(path, ns=(1, 1))
+        stats, now = iter([info]), path.stat()
+        monkeypatch.setattr(os, "fstat", lambda _: next(stats, now))
+    findings: list[Finding] = []
+    assert source(tmp_path).annotate(item, findings.append) is None
+    assert [(f.level, f.code, f.path, f.sample) for f in findings] == [("error", "source-changed", "annotations/w.xml", "images/w.jpg")]
+    assert "run the command again" in findings[0].message
 
 
 @settings(deadline=None, max_examples=200)

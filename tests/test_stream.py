@@ -476,7 +476,7 @@ def test_long_names_in_every_tar_format(tmp_path: Path, form: int) -> None:
 
 def test_folders_and_links_in_a_tar_are_passed_over(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
-        for name, kind in (("d", tarfile.DIRTYPE), ("d/l.txt", tarfile.SYMTYPE)):
+        for name, kind in (("d", tarfile.DIRTYPE), ("d/latest", tarfile.SYMTYPE)):
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "elsewhere"
             tar.addfile(info)
@@ -484,6 +484,26 @@ def test_folders_and_links_in_a_tar_are_passed_over(tmp_path: Path) -> None:
         info.size = 1
         tar.addfile(info, io.BytesIO(b"7"))
     assert [(s["key"], s["label"]) for s in ShardStream(tmp_path / "x.tar")] == [("d/a", 7)]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_a_part_that_is_a_link_is_named(tmp_path: Path, kind: bytes) -> None:
+    """It has no data of its own: the sample would come without its picture."""
+    path = write_tar(tmp_path / "x.tar", {"b": {"cls": b"1"}})
+    with tarfile.open(path, "a") as tar:
+        info = tarfile.TarInfo("a.jpg")
+        info.type, info.linkname = kind, "b.jpg"
+        tar.addfile(info)
+    with pytest.raises(SampleError, match=r"x\.tar: a\.jpg is a link to 'b\.jpg'.*--dereference"):
+        list(ShardStream(path, shuffle=0))
+
+
+@pytest.mark.parametrize(("mode", "program"), [("w:gz", "gzip"), ("w:bz2", "bzip2"), ("w:xz", "xz")])
+def test_a_compressed_tar_without_the_suffix_is_named(tmp_path: Path, mode: str, program: str) -> None:
+    with tarfile.open(tmp_path / "x.tar", mode) as tar:  # type: ignore[call-overload]  # its modes are literals
+        tar.addfile(tarfile.TarInfo("a.cls"))
+    with pytest.raises(SampleError, match=rf"x\.tar: is compressed by {program}, .*name it \*\.tar\."):
+        list(ShardStream(tmp_path / "x.tar", shuffle=0))
 
 
 def test_a_tar_cut_anywhere_before_its_end_raises(tmp_path: Path) -> None:

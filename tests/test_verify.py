@@ -20,7 +20,7 @@ from conftest import CLASSES, picture, save, voc_xml
 from loaders.format import FormatError, sha256_file
 from packer.engines.local import LocalEngine
 from packer.outdir import open_partial
-from packer.problems import Problem, as_json, as_line
+from packer.problems import Problem, as_json, as_line, as_lines
 from packer.sample import PackError
 from packer.verify import verify
 
@@ -670,3 +670,26 @@ def test_bad_manifest_is_a_format_error_for_readers(packed: dict[str, Path], tmp
     with pytest.raises(FormatError):
         read_manifest(tmp_path)
     assert read_manifest(packed["tar"]).task == "detection"
+
+
+def test_a_cut_shard_is_few_lines_and_all_of_its_samples_in_json(tmp_path: Path) -> None:
+    for i in range(25):
+        save(tmp_path / "src/crack" / f"{i:02d}.png", picture(8, 8, i))
+    assert run_build(tmp_path / "src", tmp_path / "out").ok
+    (shard,) = (tmp_path / "out/train").glob("*.tar")
+    os.truncate(shard, 10)
+    found = errors(tmp_path / "out")
+    assert {p.path for p in found} == {f"train/{shard.name}"}
+    damaged = [p for p in found if p.code == "damaged-sample"]
+    assert sorted(p.sample for p in damaged if p.sample is not None) == list(range(25))
+    lines = list(as_lines(found))
+    assert len(lines) == len(found) - 24 < 6
+    (line,) = [line for line in lines if "damaged-sample" in line]
+    assert line == f"{as_line(damaged[0])}, and 24 more in this file: --json names all"
+    assert list(as_lines(damaged[:5])) == [as_line(p) for p in damaged[:5]]
+
+
+def test_a_file_is_not_called_a_folder_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"")
+    with pytest.raises(PackError, match=r"x\.tar: is a file, expected the folder of a packed data set"):
+        problems(tmp_path / "x.tar")

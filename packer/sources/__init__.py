@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,18 @@ from pydantic import ValidationError
 from packer.sample import PackError, Source, UsageError
 from packer.sources.folder_checks import is_layout_name
 from packer.sources.splits import split_of
-from packer.sources.tree import PICTURE_SUFFIXES, archive_hint, check_root, is_archive, is_ignored, is_picture, printable, suffix_of
+from packer.sources.tree import (
+    PICTURE_SUFFIXES,
+    archive_hint,
+    check_root,
+    is_archive,
+    is_folder,
+    is_ignored,
+    is_picture,
+    is_regular,
+    printable,
+    suffix_of,
+)
 from packer.sources.voc_xml import root_element
 
 KINDS = {
@@ -49,18 +60,34 @@ def open_source(kind: str, root: Path, options: Mapping[str, Any], classes: list
         checked = source_class.Options.model_validate(dict(options))
     except ValidationError as e:
         known = ", ".join(source_class.Options.model_fields) or "no keys of its own"
-        problems = "".join(f"\n  {_problem(p, kind, known)}" for p in e.errors())
-        raise UsageError(f"{len(e.errors())} wrong value(s):{problems}") from None
+        problems: dict[str, list[Any]] = {}
+        for problem in e.errors():
+            problems.setdefault(_key(problem["loc"], options), []).append(problem)
+        lines = "".join(f"\n  {_problem(key, tried, kind, known)}" for key, tried in problems.items())
+        raise UsageError(f"{len(problems)} wrong value(s):{lines}") from None
     source: Source = source_class(root, checked, classes)
     return source
 
 
-def _problem(problem: Any, kind: str, known: str) -> str:
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "extra_forbidden":
+def _key(loc: tuple[int | str, ...], options: Mapping[str, Any]) -> str:
+    """The key that a user wrote; pydantic's place ends with the type it tried, where a value may be of several."""
+    value: Any = options
+    key = []
+    for part in loc:
+        if not (part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)):
+            break
+        key.append(str(part))
+        value = value[part]
+    return ".".join(key)
+
+
+def _problem(key: str, tried: Sequence[Any], kind: str, known: str) -> str:
+    """One wrong value; `tried`: what each type that it may have says of it."""
+    if tried[0]["type"] == "extra_forbidden":
         return f"[source] {key}: unknown key; kind {kind!r} has: {known}; every kind has: {', '.join(SHARED_KEYS)}"
-    found = repr(problem["input"])
-    return f"[source] {key}: {str(problem['msg']).removeprefix('Value error, ')}" + (f", found {found}" if len(found) <= 80 else "")
+    found = repr(tried[0]["input"])
+    said = ", or: ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in tried)
+    return f"[source] {key}: {said}" + (f", found {found}" if len(found) <= 80 else "")
 
 
 class _Look(NamedTuple):
@@ -108,9 +135,9 @@ def _check_tables(root: Path) -> None:
 
 def _like_classes(root: Path) -> bool:
     """Two or more folders hold pictures, maybe below split folders, and none is called like a part of another layout."""
-    folders = [e for e in _entries(root) if e.is_dir()]
+    folders = [e for e in _entries(root) if is_folder(e)]
     if folders and all(split_of(e.name) for e in folders):
-        folders = [e for split in folders for e in _entries(Path(split.path)) if e.is_dir()]
+        folders = [e for split in folders for e in _entries(Path(split.path)) if is_folder(e)]
     if any(is_layout_name(e.name) or e.name.lower() == "data" for e in folders):
         return False
     names: set[str] = set()
@@ -135,10 +162,10 @@ def _look(root: Path) -> _Look:
         xml = 0
         for entry in entries:
             path = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir():
+            if is_folder(entry):
                 if path.count("/") < _LOOK_DEPTH:
                     folders.append(path)
-            elif suffix_of(path) == ".xml" and xml < _XML_PER_FOLDER and opened < _XML_IN_ALL and entry.is_file():
+            elif suffix_of(path) == ".xml" and xml < _XML_PER_FOLDER and opened < _XML_IN_ALL and is_regular(entry):
                 xml, opened = xml + 1, opened + 1
                 if _root_element(entry.path) == "annotation":
                     return _Look(printable(path), picture, complete=False)

@@ -132,6 +132,7 @@ class CsvSource:
             num_ignored=tree.num_ignored,
             num_used=len(used),
             digest=notes.digest.hexdigest(),
+            tables={f.path: (f.num_bytes, f.mtime_ns) for f in tree.others if f.path in used},
             notes=notes.lines,
         )
 

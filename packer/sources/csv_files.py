@@ -12,7 +12,7 @@ from packer.sources.csv_paths import plain_folder
 from packer.sources.csv_rows import SPLITS
 from packer.sources.splits import split_of
 from packer.sources.table import Row, Table, read_table
-from packer.sources.tree import archive_hint, is_ignored, suffix_of
+from packer.sources.tree import archive_hint, is_folder, is_ignored, is_regular, suffix_of
 
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 _MAX_FOLDERS_LOOKED_INTO = 20
@@ -70,9 +70,9 @@ def _entries(folder: Path, prefix: str, suffixes: Set[str]) -> tuple[list[str], 
             for entry in entries:
                 if is_ignored(entry.name):
                     continue
-                if suffix_of(entry.name) in suffixes and entry.is_file():
+                if suffix_of(entry.name) in suffixes and is_regular(entry):
                     files.append(prefix + entry.name)
-                elif entry.is_dir():
+                elif is_folder(entry):
                     folders.append(entry.name)
     except OSError:
         return [], []
@@ -122,7 +122,7 @@ def _declared(root: Path, file: str, known: list[str]) -> str:
     name = plain_folder(file)
     if not name:
         raise PackError(f"[source] file is {file!r}, expected a file below the data set's folder")
-    if not (root / name).is_file():
+    if not os.path.isfile(root / name):  # False, too, where a link's target cannot be reached
         there = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
         raise PackError(f"[source] file is {file!r}: there is no such file; tables there: {there or 'none'}")
     return name

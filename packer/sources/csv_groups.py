@@ -196,11 +196,16 @@ class _View:
     def place(self, row: int) -> tuple[str, int]:
         return self.tables[self.rows.table[row]].path, int(self.rows.line[row])
 
+    def where(self, row: int, seen_from: int) -> str:
+        """What a message about another row calls this one: its line, and its table where that is another one."""
+        path, line = self.place(row)
+        return f"line {line}" if path == self.place(seen_from)[0] else f"{path}, line {line}"
+
     def check_splits(self) -> None:
         for picture, a, b in self.differing(self.rows.split):
-            (path_a, line_a), (path_b, line_b) = self.place(a), self.place(b)
+            path_b, line_b = self.place(b)
             name_a, name_b = (SPLITS[self.rows.split[r]] for r in (a, b))
-            where = f"line {line_a}" if path_a == path_b else f"{path_a}, line {line_a}"
+            where = self.where(a, b)
             message = (
                 f"{self.said.pictures[picture]} is in split {name_b!r} here and in {name_a!r} in {where}; a picture belongs to one split"
             )
@@ -213,14 +218,14 @@ class _View:
             conflicts.add(picture)
             name_a, name_b = (shown(labels[self.rows.label[r]]) for r in (a, b))
             path, line = self.place(b)
-            message = f"class {name_b} here, {name_a} in line {self.place(a)[1]}; a picture has one class"
+            message = f"class {name_b} here, {name_a} in {self.where(a, b)}; a picture has one class"
             self.said.add("skip", "label-conflict", path, line, message, picture)
         for g in np.flatnonzero(self.counts > 1).tolist():
             start = int(self.starts[g])
             picture = int(self.rows.picture[start])
             if picture not in conflicts:
                 path, line = self.place(start + 1)
-                message = f"says the same as line {self.place(start)[1]}; one of them is enough"
+                message = f"says the same as {self.where(start, start + 1)}; one of them is enough"
                 self.said.add("warning", "duplicate-row", path, line, message, picture, int(self.counts[g]) - 1)
 
     def check_negatives(self) -> None:
@@ -236,7 +241,7 @@ class _View:
                 self.said.add("warning", "blank-row", path, line, message, picture, len(mine))
             elif len(mine) > 1:
                 path, line = self.place(int(mine[1]))
-                message = f"says the same as line {self.place(int(mine[0]))[1]}; one of them is enough"
+                message = f"says the same as {self.where(int(mine[0]), int(mine[1]))}; one of them is enough"
                 self.said.add("warning", "duplicate-row", path, line, message, picture, len(mine) - 1)
 
     def sizes(self) -> NDArray[np.int32]:

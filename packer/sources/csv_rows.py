@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from packer.sample import Level
+from packer.sources.class_names import long_name
 from packer.sources.csv_columns import Roles
 from packer.sources.splits import EXPECTED, split_of
 from packer.sources.table import Table
@@ -110,6 +111,8 @@ def read_rows(table: Table, roles: Roles, class_name: str | None, split: str | N
                 raise RowFault("no-path", "names no picture: the path is blank")
             split_id = parse_split(cells)
             label, numbers = parse_label(cells)
+            if label is not None and (too_long := long_name(label)) is not None:
+                raise RowFault("bad-class-name", too_long)
             flags = [_flag(name, cells[column]) for name, column in roles.flags.items()]
         except RowFault as e:
             _add_fault(rows, number, line, e)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from packer.sample import Annotation, Finding, Item, Listing, Report
+from packer.sources.class_names import long_name
 from packer.sources.folder_checks import check_case, check_layout, check_nested, check_single, check_train
 from packer.sources.splits import split_of
 from packer.sources.tree import File, Tree, no_pictures, report_unsupported, walk
@@ -129,12 +130,7 @@ class FolderSource:
         else:
             check_nested(tree, layout.class_folders, layout.depth, report)
         check_case(layout.class_folders, report)
-        if self.classes is None:
-            return names
-        for name in self.classes:
-            if name not in names:
-                report(Finding("warning", "empty-class", ".", f"class {name!r} of [source] classes has no folder: 0 images"))
-        return [*self.classes]
+        return names if self.classes is None else [*self.classes]
 
     def _classified(self, file: File, layout: _Layout, classes: set[str], report: Report) -> Item:
         parts = file.path.split("/", layout.depth + 1)
@@ -147,6 +143,8 @@ class FolderSource:
             refused = _refuse(file, "no-class", "lies beside the class folders, so it has no class: move it into one", report)
         elif label not in classes:
             refused = _refuse(file, "unknown-class", f"its class folder {label!r} is not one of [source] classes", report)
+        elif (fault := long_name(label)) is not None:
+            refused = _refuse(file, "bad-class-name", fault, report)
         return Item(file.path, split, file.num_bytes, file.mtime_ns, label, refused=refused)
 
     def _unlabelled(self, file: File, layout: _Layout, report: Report) -> Item:

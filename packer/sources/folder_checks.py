@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from packer.sample import Finding, Report
 from packer.sources.splits import split_of
-from packer.sources.tree import Tree, case_twins
+from packer.sources.tree import Tree, case_twins, distinct
 
 LAYOUT_NAMES = frozenset({"images", "imgs", "labels", "annotations", "jpegimages", "imagesets", "segmentationclass"})
 # COCO's splits and VOC's years; a class may well end in a year ("Audi A4 Sedan 2014").
@@ -79,7 +79,8 @@ def check_case(class_folders: Mapping[str, str], report: Report) -> None:
     for group in case_twins(sorted(set(class_folders.values()))):
         folders = [f for f, name in class_folders.items() if name in group]
         if len({f.rpartition("/")[0] for f in folders}) == len(folders):
-            message = f"classes {', '.join(map(repr, group))} differ by upper and lower case only ({', '.join(folders)}); both are kept"
+            shown = ", ".join(f"'{name}'" for name in distinct(group))
+            message = f"classes {shown} differ by upper and lower case only ({', '.join(distinct(folders))}); both are kept"
             report(Finding("warning", "case-twins", folders[-1], message))
 
 

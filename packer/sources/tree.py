@@ -11,7 +11,7 @@ import os
 import stat
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,6 +110,32 @@ def printable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
+def change_of(file: File, now: os.stat_result) -> str | None:
+    """In words, how a file differs now from when it was listed; None where size and mtime are the same."""
+    if (now.st_size, now.st_mtime_ns) == (file.num_bytes, file.mtime_ns):
+        return None
+    what = "it was written again after it was listed"
+    if now.st_size != file.num_bytes:
+        what = f"{file.num_bytes} bytes when it was listed, {now.st_size} now"
+    return f"changed while packing: {what}; run the command again"
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry, or what it links to, is a folder; False where that cannot be told: the walk names such a link."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_regular(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry, or what it links to, is a regular file; False where that cannot be told."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
 def check_root(root: Path) -> None:
     """Raises PackError: `root` is missing, no folder or not readable."""
     try:
@@ -161,6 +187,12 @@ def case_twins(names: Iterable[str]) -> Iterator[list[str]]:
         key = name.casefold() if name.isascii() else unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
         groups.setdefault(key, []).append(name)
     return (sorted(group) for group in groups.values() if len(group) > 1)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names as a message shows them: where two look the same, all but ASCII as code points (``caf\\xe9``, ``cafe\\u0301``)."""
+    alike = len({unicodedata.normalize("NFC", name) for name in names}) < len(names)
+    return [name.encode("ascii", "backslashreplace").decode() for name in names] if alike else list(names)
 
 
 class _Walk:
@@ -262,10 +294,10 @@ class _Walk:
 
     def _twins(self, prefix: str, names: list[str]) -> None:
         for group in case_twins(names):
-            paths = [printable(prefix + name) for name in group]
-            message = f"names differ by upper and lower case only (or by Unicode form): {', '.join(paths)}; "
+            names_shown = ", ".join(printable(prefix + name) for name in distinct(group))
+            message = f"names differ by upper and lower case only (or by Unicode form): {names_shown}; "
             message += "on a disk that ignores that, one overwrites the other"
-            self._say("warning", "case-twins", paths[-1], message)
+            self._say("warning", "case-twins", printable(prefix + group[-1]), message)
 
     def _count_ignored(self, entry: os.DirEntry[str]) -> None:
         """Count the regular files of an ignored entry; nothing in there is worth a finding, and links are not followed."""

@@ -15,14 +15,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from packer.sample import Annotation, Finding, Item, Listing, Report
-from packer.sources.tree import File, Tree, no_pictures, report_unsupported, suffix_of, walk
+from packer.sample import Annotation, Finding, Item, Level, Listing, Report
+from packer.sources.tree import File, Tree, change_of, no_pictures, report_unsupported, suffix_of, walk
 from packer.sources.voc_annotation import annotation_of, base_name
 from packer.sources.voc_folders import check_dropped, find_split_folders, split_layouts, splits_of, splits_within
 from packer.sources.voc_layout import Layout, Pairs, below, find_layout, nfc, pair
 from packer.sources.voc_lost import check_lost_splits
 from packer.sources.voc_splits import Names, Splits, has_split_file, read_splits
 from packer.sources.voc_xml import MAX_XML_BYTES, XmlFault, decode_xml, parse_voc, text_codec
+
+_CHANGED = "source-changed"
 
 
 def _path_below(value: str) -> str:
@@ -94,6 +96,7 @@ class VocSource:
             num_ignored=tree.num_ignored,
             num_used=used,
             digest=self._digest(splits.files),
+            tables={f.path: (f.num_bytes, f.mtime_ns) for f in tree.others if f.path in splits.files},
             notes=notes,
         )
 
@@ -118,24 +121,32 @@ class VocSource:
         try:
             document = parse_voc(decode_xml(self._read(item.ref), self._options.encoding))
         except XmlFault as e:
-            report(Finding("skip", e.code, item.ref, str(e), sample=item.path, line=e.line))
+            level: Level = "error" if e.code == _CHANGED else "skip"
+            report(Finding(level, e.code, item.ref.path, str(e), sample=item.path, line=e.line))
             return None
-        return annotation_of(document, item.ref, item.path, self._options.origin, report)
+        return annotation_of(document, item.ref.path, item.path, self._options.origin, report)
 
-    def _read(self, path: str) -> bytes:
+    def _read(self, file: File) -> bytes:
+        """The XML that was listed, and no other: class ids and splits may have been made from an earlier reading."""
         try:
             # There are as many of these as pictures: Path.open takes longer, and so does a buffer.
-            with open(os.path.join(self.root, path), "rb", buffering=0) as f:
-                if os.fstat(f.fileno()).st_size > MAX_XML_BYTES:
+            with open(os.path.join(self.root, file.path), "rb", buffering=0) as f:
+                before = os.fstat(f.fileno())
+                change = change_of(file, before)
+                if change is None and before.st_size > MAX_XML_BYTES:
                     raise XmlFault("file-too-large", f"is over {MAX_XML_BYTES >> 20} MiB, an annotation has some kB")
-                return f.readall()
+                data = b"" if change else f.readall()
+                change = change or change_of(file, os.fstat(f.fileno()))
         except OSError as e:
             raise XmlFault("unreadable", f"cannot be read: {e.strerror}") from None
+        if change is not None:
+            raise XmlFault(_CHANGED, change)
+        return data
 
     def _filename(self, file: File) -> str | None:
         """The base name in ``<filename>``; None where there is none (what is wrong with the file is said when it is annotated)."""
         try:
-            name = parse_voc(decode_xml(self._read(file.path), self._options.encoding)).filename
+            name = parse_voc(decode_xml(self._read(file), self._options.encoding)).filename
         except XmlFault:
             return None
         return base_name(name) if name else None
@@ -159,7 +170,7 @@ def _item(file: File, pairs: Pairs, splits: Splits, report: Report) -> Item:
     stamp = b""
     if xml is not None:
         stamp = hashlib.blake2b(repr((xml.path, xml.num_bytes, xml.mtime_ns)).encode(), digest_size=16).digest()
-    return Item(file.path, split, file.num_bytes, file.mtime_ns, ref=xml.path if xml else None, stamp=stamp, refused=refused)
+    return Item(file.path, split, file.num_bytes, file.mtime_ns, ref=xml, stamp=stamp, refused=refused)
 
 
 def _report_missing(pairs: Pairs, splits: Splits, layout: Layout, report: Report) -> None:

@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from packer.sample import Annotation, Finding, Level, Report
+from packer.sources.class_names import long_name
 from packer.sources.voc_layout import nfc, without_suffix
 from packer.sources.voc_xml import CORNERS, VocDocument, VocObject, quoted
 
-MAX_NAME_CHARS = 200
 _FLAG_VALUES = {"1": True, "true": True, "yes": True} | dict.fromkeys(("0", "false", "no", "", "unspecified"), False)
 _WARNINGS = ("origin-mismatch", "bad-flag")
 
@@ -58,8 +58,8 @@ def _label(obj: VocObject, number: int, speaker: _Speaker) -> str | None:
         what = "its <name> is empty" if "name" in obj.texts else "it has no <name>"
         speaker.fault("missing-class", number, f"{what}: the class is unknown")
         return None
-    if len(name) > MAX_NAME_CHARS:
-        speaker.fault("bad-class-name", number, f"its <name> has {len(name)} characters, at most {MAX_NAME_CHARS}: {quoted(name)}")
+    if (fault := long_name(name)) is not None:
+        speaker.fault("bad-class-name", number, fault)
         return None
     return name
 

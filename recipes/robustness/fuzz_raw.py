@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ from packer.images import ImageError, check, decode, probe, reset_orientation, u
 from packer.sample import Annotation, Item, PackError
 from packer.sources.csv import CsvOptions, CsvSource, why_not
 from packer.sources.csv import sniff as sniff_csv
+from packer.sources.tree import File
 from packer.sources.voc import VocOptions, VocSource
 from packer.sources.voc_xml import root_element
 
@@ -92,7 +94,9 @@ def voc_xml(scratch: Path) -> Target:
         number, data = choice(data, len(sources))
         path.write_bytes(data)
         findings = Findings(_unshown)
-        result = sources[number].annotate(Item("images/w.jpg", "train", 1, 1, ref="annotations/w.xml"), findings.add)
+        info = (scratch / "annotations/w.xml").stat()
+        listed = File("annotations/w.xml", info.st_size, info.st_mtime_ns)
+        result = sources[number].annotate(Item("images/w.jpg", "train", 1, 1, ref=listed), findings.add)
         if result is None and not any(f.level != "warning" for f in findings):
             raise Failure("a sample is left out, and nothing says so")
         return _checked_annotation(result, findings), _checked(findings), root_element(data[:4096])
@@ -114,6 +118,7 @@ def voc_splits(scratch: Path) -> Target:
     def run(data: bytes) -> object:
         number, data = choice(data, len(places))
         (scratch / places[number]).write_bytes(data)
+        os.utime(scratch / places[number], ns=(1, 1))  # the listing tells it, and is compared
         findings = Findings(_unshown)
         try:
             listing = VocSource(scratch, VocOptions()).list(findings.add)
@@ -147,6 +152,7 @@ def csv_table(scratch: Path) -> Target:
     def run(data: bytes) -> object:
         number, data = choice(data, len(_CSV_OPTIONS))
         (scratch / "data.csv").write_bytes(data)
+        os.utime(scratch / "data.csv", ns=(1, 1))
         sniffed, reasons = sniff_csv(scratch), why_not(scratch)
         findings = Findings(_unshown)
         source = CsvSource(scratch, CsvOptions(**_CSV_OPTIONS[number]))
