@@ -215,10 +215,10 @@ def test_run_lists_refuses_and_measures(tmp_path: Path) -> None:
 def test_pack_rate_prints_both_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     welding = importlib.import_module("make_welding_v2")
-    welding.make(tmp_path / "raw", welding.Options(num=24, size=(320, 240)))
+    welding.make(tmp_path / "raw", welding.Options(num=80, size=(320, 240)))
     done = run("pack_rate.py", "--data", tmp_path / "raw", "--workers", 1, "--rounds", 1)
     assert done.returncode == 0, done.stderr
     for name in ("keep", "resize"):
         assert re.search(rf"round 0, {name}: build \d", done.stdout)
         assert re.search(rf"│ {name} +│", done.stdout)
-    assert len(list((tmp_path / "raw/images").iterdir())) == 24
+    assert len(list((tmp_path / "raw/images").iterdir())) == 80

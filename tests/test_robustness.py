@@ -28,7 +28,8 @@ def script(name: str) -> ModuleType:
 
 @pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    assert script("kill_and_resume").kill_and_resume(tmp_path, [148], seed=4) == []  # memmap, built over; main, power, worker
+    failures = script("kill_and_resume").kill_and_resume(tmp_path, [148], seed=4)  # memmap, built over; main, power, worker
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.slow
