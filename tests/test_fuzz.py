@@ -6,7 +6,6 @@ import gzip
 import importlib
 import lzma
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -104,7 +103,7 @@ def test_inputs_that_failed_once(name: str, fuzz: ModuleType, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_all_targets_for_a_minute(tmp_path: Path) -> None:
-    seed = secrets.randbelow(1 << 32)  # another one each time; starting ten processes takes the rest of the minute
+    seed = 2  # a change must fail for its own faults, not by luck; longer runs by hand take others
     done = run_fuzz("--seconds", 45, "--seed", seed, "--failures", tmp_path)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
     lines = done.stdout.splitlines()
