@@ -9,6 +9,7 @@ import errno
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -46,11 +47,16 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # After an error torch's DataLoader waits this long for each worker to look whether it is wanted: 10 s a test, of doing nothing.
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+def _nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # After an error torch's DataLoader waits this long for each worker to look whether it is wanted: 10 s a test, of doing nothing. Workers
+    # that are not forked take longer to be told, and would be left.
+    if "spawn" not in request.node.name and "forkserver" not in request.node.name:
+        monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     yield
     gc.collect()
+    for child in multiprocessing.active_children():  # torch's: one that is left would keep the interpreter from ending
+        child.kill()
+        child.join(30)
     assert producer_threads() == []
 
 
