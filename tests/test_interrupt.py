@@ -17,6 +17,7 @@ import pytest
 
 from build_data import Recorder, Tree, differences, pack_command, run_build, tree
 from conftest import picture, save
+from recipes.robustness.processes import Session
 
 TIMEOUT_S = 60
 TABLES = {"output": {"shard_samples": 2, "image": "png"}, "transform": {"resize": "700x500"}}
@@ -46,7 +47,7 @@ def kill_at_every(scenario: str, step: int, make_voc: Callable[..., Path]) -> No
     assert result["foreign"] >= 3
 
 
-class Running:
+class Running(Session):
     """A command (``pack`` and its arguments) in a session of its own, with an empty folder as TMPDIR."""
 
     def __init__(self, tmp_path: Path, command: list[str]) -> None:
@@ -54,25 +55,9 @@ class Running:
         self.temp.mkdir()
         tests = Path(__file__).parent
         env = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}", "TMPDIR": str(self.temp)}
-        self.process = subprocess.Popen(
-            command, start_new_session=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+        super().__init__(
+            subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
         )
-
-    def group(self) -> dict[int, int]:
-        """Process id -> parent's, of all living processes of the session."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):
-                    state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-                    if int(group) == self.process.pid and state != "Z":
-                        found[int(folder.name)] = int(parent)
-        return found
-
-    def workers(self) -> list[int]:
-        """Grandchildren: children of the fork server."""
-        group = self.group()
-        return sorted(pid for pid, parent in group.items() if group.get(parent) == self.process.pid)
 
     def deaf(self, pid: int) -> bool:
         """Whether a process blocks SIGINT and SIGTERM."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 BOUND_S = 120.0
 POLL_S = 0.002
@@ -19,29 +20,11 @@ class Hang(RuntimeError):
     """Something did not happen within `BOUND_S`."""
 
 
-class Command:
-    """``pack ARGS``, started at once. `temp` becomes its TMPDIR, and holds what it says."""
+class Session:
+    """A process that leads a session of its own (``start_new_session=True``), and the processes that it starts."""
 
-    def __init__(self, temp: Path, *args: object, cwd: Path | None = None) -> None:
-        self.args = [str(a) for a in args]
-        self.temp = temp / "tmp"
-        self.temp.mkdir(parents=True, exist_ok=True)
-        self._said = temp / "said.txt"
-        self.started = time.monotonic()
-        with self._said.open("wb") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "packer.cli", *self.args],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                cwd=cwd,
-                env={**os.environ, "TMPDIR": str(self.temp)},
-            )
-
-    @property
-    def said(self) -> str:
-        return self._said.read_text("utf-8", "backslashreplace")
+    def __init__(self, process: subprocess.Popen[Any]) -> None:
+        self.process = process
 
     def group(self) -> dict[int, int]:
         """Process id -> parent's, of all living processes of the session."""
@@ -58,6 +41,32 @@ class Command:
         """Process ids of the workers: children of the fork server, which is a child of the command."""
         group = self.group()
         return sorted(pid for pid, parent in group.items() if group.get(parent) == self.process.pid)
+
+
+class Command(Session):
+    """``pack ARGS``, started at once. `temp` becomes its TMPDIR, and holds what it says."""
+
+    def __init__(self, temp: Path, *args: object, cwd: Path | None = None) -> None:
+        self.args = [str(a) for a in args]
+        self.temp = temp / "tmp"
+        self.temp.mkdir(parents=True, exist_ok=True)
+        self._said = temp / "said.txt"
+        self.started = time.monotonic()
+        with self._said.open("wb") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "packer.cli", *self.args],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                cwd=cwd,
+                env={**os.environ, "TMPDIR": str(self.temp)},
+            )
+        super().__init__(process)
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text("utf-8", "backslashreplace")
 
     def ended(self) -> bool:
         return self.process.poll() is not None
