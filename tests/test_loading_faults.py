@@ -47,11 +47,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # After an error torch's DataLoader waits this long for each worker to look whether it is wanted: 10 s a test, of doing nothing. Workers
-    # that are not forked take longer to be told, and would be left.
-    if "spawn" not in request.node.name and "forkserver" not in request.node.name:
-        monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+def _nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
     for child in multiprocessing.active_children():  # torch's: one that is left would keep the interpreter from ending
@@ -106,13 +102,23 @@ def batches(workers: int) -> Callable[[Any], list[int]]:
     return way
 
 
+def closing(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its items. After an error torch would end its workers when the garbage collector comes: they then are not told, and it waits 5 s for
+    each."""
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        getattr(batches, "_shutdown_workers", int)()
+
+
 def torch_loader(workers: int, method: str | None = None) -> Callable[[Any], list[int]]:
     def way(ds: Any) -> list[int]:
         context = method or ("fork" if workers else None)
         loader = DataLoader(
             ds, 2, num_workers=workers, collate_fn=collate_list, multiprocessing_context=context, timeout=60 * bool(workers)
         )
-        return [i for batch in loader for i in batch["index"].tolist()]
+        return [i for batch in closing(loader) for i in batch["index"].tolist()]
 
     return way
 
@@ -131,8 +137,6 @@ WAYS = {
 SPAWNED = [pytest.param(f"torch {method}", marks=pytest.mark.slow) for method in ("spawn", "forkserver")]
 FAST_WAYS = [way if way != "torch 2" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way not in ("torch 0", "batches 1")]
 ALL_WAYS = [*FAST_WAYS, *SPAWNED]
-# torch ends its workers when an iterator that raised is collected, and a thread of it may still hold the queue then.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def read(way: str, ds: Any) -> list[int]:
@@ -547,7 +551,7 @@ def test_caches_are_emptied_while_other_threads_make_new_ones() -> None:
 def stream_indices(stream: ShardStream, workers: int) -> list[Any]:
     context = "fork" if workers else None
     loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context=context, timeout=60 * bool(workers))
-    return [sample["index"] for sample in loader]
+    return [sample["index"] for sample in closing(loader)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -124,7 +124,7 @@ class Round:
                 return False
             os.kill(self.rng.choice(workers), signal.SIGKILL)
             status, said = build.finish(), build.said
-            named = "a worker process died (signal 9) while working on " in said and ("w00" in said or "the end of a shard" in said)
+            named = "a worker process died (signal 9) while working on " in said and ("w00" in said or "an empty shard" in said)
             if status and not named:
                 raise AssertionError(f"exit status {status} after a worker was killed, but it said: {said}")
             return True

@@ -119,8 +119,8 @@ class Cases:
         build.finish()
         self.same_again(out)
         return build, (
-            r"a worker process died \(signal 9\) while working on (\S+\.png|the end of a shard): probably killed for lack of memory; "
-            r"use fewer --workers; finished shards are kept, run the same command again"
+            r"a worker process died \(signal 9\) while working on (the end of the train shard of \S+ to )?\S+\.png: "
+            r"probably killed for lack of memory; use fewer --workers; finished shards are kept, run the same command again"
         )
 
     def picture_changed(self) -> tuple[Command, str]:
