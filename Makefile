@@ -18,13 +18,16 @@ demo: $(INSTALLED)  ## make a small weld set, pack it to tar and memmap, verify,
 	$(BIN)/python recipes/train_detection.py --data demo-data/memmap --epochs 3
 
 test: lint types $(INSTALLED)  ## lint, types and all tests: what CI runs
-	$(MAKE) --jobs 2 fast slow
+	$(MAKE) --jobs 2 slow fast long
 
 fast: $(INSTALLED)  ## the tests that take little time each
 	$(BIN)/python -m pytest -m "not slow"
 
-slow: $(INSTALLED)  ## the other tests
-	$(BIN)/python -m pytest -m slow
+slow: $(INSTALLED)  ## tests that take seconds
+	$(BIN)/python -m pytest -m "slow and not long"
+
+long: $(INSTALLED)  ## tests that take most of a minute
+	$(BIN)/python -m pytest -m long
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check $(CODE)
@@ -54,4 +57,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-.PHONY: help demo test fast slow lint types bench robustness fuzz clean
+.PHONY: help demo test fast slow long lint types bench robustness fuzz clean

@@ -86,10 +86,20 @@ class BatchMaker:
             e.add_note(f"in batch {number} (from 0) of epoch {self.part.order.epoch}, rank {self.part.rank}")
             raise
 
+    def together(self, numbers: range) -> list[Batch]:
+        """Consecutive batches, gathered in one go, in one slot."""
+        indices, _, valid = self.part.batches(numbers)
+        return [self._finished(*each) for each in zip(self._gathered(indices.ravel(), len(numbers)), valid, strict=True)]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether batches come by the data set's `gather`, and not sample by sample."""
+        return isinstance(self.collate, Collate) and self.ds.transform is None
+
     def _made(self, number: int) -> Batch:
         indices, places, valid = self.part.batch(number)
-        if isinstance(self.collate, Collate) and self.ds.transform is None:
-            batch = self._gathered(indices, self.collate)
+        if self.gathers:
+            [batch] = self._gathered(indices, 1)
         else:
             # Rows that only pad have the place of the sample that they repeat.
             keys = list(zip(indices.tolist(), self.part.order.load_epochs(places), strict=True))
@@ -97,6 +107,9 @@ class BatchMaker:
                 batch = self._transformed(keys, self.collate)
             else:
                 batch = self.collate([to_tensors(sample) for sample in self._loaded(keys)])
+        return self._finished(batch, valid)
+
+    def _finished(self, batch: Batch, valid: NDArray[np.bool_]) -> Batch:
         if self.part.remainder == "pad":
             batch["valid"] = torch.from_numpy(valid)
         if self.batch_transform is not None:
@@ -105,13 +118,18 @@ class BatchMaker:
                 raise TypeError(f"batch_transform returned {type(batch).__name__}, expected the batch, a dict")
         return {name: _pinned(value) for name, value in batch.items()} if self.slots.pinned else batch
 
-    def _gathered(self, indices: NDArray[np.int64], collate: Collate) -> Batch:
+    def _gathered(self, indices: NDArray[np.int64], count: int) -> list[Batch]:
+        """`count` batches of equal size that follow each other in `indices`."""
         slot = self.slots.take(self.ds.batch_fields(), len(indices))
         used = self.ds.gather(indices, slot.arrays)
-        batch = self._lent(slot)
+        size = len(indices) // count
+        whole = {name: tensor.split(size) for name, tensor in self._lent(slot).items()}
+        batches = [{name: parts[i] for name, parts in whole.items()} for i in range(count)]
         if self.ds.task == "detection":
-            batch.update(collate.ragged(*self.ds.gather_ragged(used)))
-        return batch
+            assert isinstance(self.collate, Collate)
+            for i, batch in enumerate(batches):
+                batch.update(self.collate.ragged(*self.ds.gather_ragged(used[i * size : (i + 1) * size])))
+        return batches
 
     def _transformed(self, keys: list[tuple[int, int]], collate: Collate) -> Batch:
         slot: Slot | None = None

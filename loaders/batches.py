@@ -26,8 +26,9 @@ from loaders.sampling import Remainder
 from loaders.slots import Slots
 from loaders.weighted import Weights
 
-INLINE_BYTES = 4 << 20
-"""Copying less takes a fraction of a millisecond, which is about what passing a batch from thread to thread costs."""
+RUN_BYTES = 16 << 20
+"""Batches that are copied, and of less than this, are made several at a time: to pass one from thread to thread, and to find its samples,
+costs as much as to copy a megabyte."""
 
 
 class BatchLoader:
@@ -50,7 +51,7 @@ class BatchLoader:
         shuffle: False takes the samples as stored.
         seed: of the order.
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
-            ranks, but 0 where making a batch is a copy of less than 4 MiB (memmaps of small images): a hand-off would cost more.
+            ranks. Batches of small images of a memmap are made several at a time, 16 MiB of them.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.
         collate: for boxes: one of `loaders.collate` (default `collate_list`); or ``collate(samples) -> dict`` for anything else, called
@@ -94,7 +95,7 @@ class BatchLoader:
         self.rank, self.world_size = rank_and_world(rank, world_size)
         self._epochs = Epochs(ds, batch_size, shuffle, seed, remainder, self.rank, self.world_size, weights)
         self.collate = collate_list if collate is None else collate
-        self.workers = self._workers_for_data() if workers is None else whole("workers", workers)
+        self.workers = default_workers() if workers is None else whole("workers", workers)
         self.batch_transform = batch_transform
         if self.workers < 0:
             raise ValueError(f"workers is {workers}, expected 0 or more, or None")
@@ -106,13 +107,13 @@ class BatchLoader:
         self._closed = False
         self._running: weakref.ref[_Iterator] | None = None
 
-    def _workers_for_data(self) -> int:
+    def _run(self) -> int:
+        """Batches that are made at a time."""
         fields = self.ds.batch_fields()
-        if self.ds.transform is None and isinstance(self.collate, Collate) and "image" in fields and getattr(self.ds, "only_copies", False):
-            shape, dtype = fields["image"]
-            if math.prod(shape) * dtype.itemsize * self.batch_size < INLINE_BYTES:
-                return 0
-        return default_workers()
+        if self.ds.transform is not None or not isinstance(self.collate, Collate) or not getattr(self.ds, "only_copies", False):
+            return 1
+        shape, dtype = fields["image"]
+        return max(1, RUN_BYTES // (math.prod(shape) * dtype.itemsize * self.batch_size))
 
     @property
     def _ahead(self) -> int:
@@ -140,7 +141,7 @@ class BatchLoader:
         self._end_running()
         begin_epoch(self.batch_transform, self._epochs.epoch)
         maker = BatchMaker(self.ds, self._slots, self._epochs.begin(), self.collate, self.batch_transform)
-        iterator = _Iterator(self, Ordered(maker, len(self), self.workers, self._ahead))
+        iterator = _Iterator(self, Ordered(maker, len(self), self.workers, self._ahead, self._run(), maker.together))
         self._running = weakref.ref(iterator)
         return iterator
 

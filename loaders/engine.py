@@ -3,6 +3,8 @@
     with Ordered(make, total, workers, ahead) as items:
         for item in items: ...
 
+Items that take little time each are made, and handed over, several at a time: a *run* of them.
+
 The threads share an inner object with the work and the queue, never the `Ordered` itself. So an `Ordered` that nobody holds any more is
 finalised while they run, and that stops them.
 """
@@ -15,7 +17,9 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, NoReturn, TypeVar
 
@@ -40,24 +44,48 @@ class _Failure:
         self.error = error
 
 
-class _Shared(Generic[T]):
-    """What producers and consumer share. Every attribute but `stopped` is changed under `lock` only."""
+@dataclass(frozen=True, slots=True)
+class _Work(Generic[T]):
+    """``work(number)`` makes a run of items: those of ``make``, up to the first that fails."""
 
-    def __init__(self, make: Callable[[int], T], total: int, ahead: int) -> None:
-        self.make, self.total, self.ahead = make, total, ahead
+    make: Callable[[int], T]
+    make_run: Callable[[range], list[T]] | None
+    total: int
+    run: int
+
+    def __call__(self, number: int) -> list[T | _Failure]:
+        items = range(number * self.run, min((number + 1) * self.run, self.total))
+        if self.make_run is not None and len(items) > 1:
+            with contextlib.suppress(Exception):  # which of them it was, and those before it, come out below
+                return list(self.make_run(items))
+        made: list[T | _Failure] = []
+        for item in items:
+            try:
+                made.append(self.make(item))
+            except BaseException as e:  # whatever it is, it belongs to the consumer
+                made.append(_Failure(e))
+                break
+        return made
+
+
+class _Shared(Generic[T]):
+    """What producers and consumer share; the numbers are those of runs. Every attribute but `stopped` is changed under `lock` only."""
+
+    def __init__(self, work: Callable[[int], list[T | _Failure]], total: int, ahead: int) -> None:
+        self.work, self.total, self.ahead = work, total, ahead
         # Reentrant: the garbage collector may finalise an `Ordered` inside any of our own critical sections.
         self.lock = threading.RLock()
-        self.ready = threading.Condition(self.lock)  # the item that the consumer waits for is there
-        self.space = threading.Condition(self.lock)  # an item may be begun
-        self.made: dict[int, T | _Failure] = {}
+        self.ready = threading.Condition(self.lock)  # the run that the consumer waits for is there
+        self.space = threading.Condition(self.lock)  # a run may be begun
+        self.made: dict[int, list[T | _Failure]] = {}
         self.threads: list[_Producer[T]] = []
-        self.makers: dict[int, threading.Thread] = {}  # who makes which item
+        self.makers: dict[int, threading.Thread] = {}  # who makes which run
         self.next = 0
         self.consumed = 0
         self.stopped = False
 
     def claim(self) -> int | None:
-        """The next item to make, once it may be begun; None when there is no more to do."""
+        """The next run to make, once it may be begun; None when there is no more to do."""
         with self.lock:
             while not self.stopped and self.next < self.total and self.next >= self.consumed + self.ahead:
                 # Ends by `consume` or `stop`; the finaliser of an abandoned consumer calls `stop`. The bound is for an interrupt that
@@ -65,21 +93,21 @@ class _Shared(Generic[T]):
                 self.space.wait(WATCH_S)
             if self.stopped or self.next >= self.total:
                 return None
-            # In this order: wherever this thread dies, the item has a maker by which `_watch` can tell, or is still to be claimed.
+            # In this order: wherever this thread dies, the run has a maker by which `_watch` can tell, or is still to be claimed.
             number = self.next
             self.makers[number] = threading.current_thread()
             self.next += 1
             return number
 
-    def put(self, number: int, item: T | _Failure) -> None:
+    def put(self, number: int, items: list[T | _Failure]) -> None:
         with self.lock:
             if not self.stopped:
-                self.made[number] = item
+                self.made[number] = items
                 if number == self.consumed:
                     self.ready.notify()
-            self.makers.pop(number, None)  # last: an item that is not there has a maker
+            self.makers.pop(number, None)  # last: a run that is not there has a maker
 
-    def consume(self) -> T | _Failure:
+    def consume(self) -> list[T | _Failure]:
         with self.lock:
             number = self.consumed
             while number not in self.made:
@@ -87,11 +115,11 @@ class _Shared(Generic[T]):
                     raise RuntimeError("closed while an item was waited for")
                 if not self.ready.wait(WATCH_S) and number not in self.made:
                     self._watch(number)
-            item = self.made.pop(number)
+            items = self.made.pop(number)
             self.consumed += 1
             if self.next < self.total and self.next < self.consumed + self.ahead:
                 self.space.notify()
-            return item
+            return items
 
     def _watch(self, number: int) -> None:
         maker = self.makers.get(number)
@@ -125,14 +153,7 @@ class _Producer(threading.Thread, Generic[T]):
         torch.set_num_threads(1)
         self.prepared.set()
         while (number := shared.claim()) is not None:
-            shared.put(number, _attempt(shared.make, number))
-
-
-def _attempt(make: Callable[[int], T], number: int) -> T | _Failure:
-    try:
-        return make(number)
-    except BaseException as e:  # whatever it is, it belongs to the consumer
-        return _Failure(e)
+            shared.put(number, shared.work(number))
 
 
 class Ordered(Generic[T]):
@@ -144,15 +165,28 @@ class Ordered(Generic[T]):
     Args:
         make: called with the number, in any thread, for several numbers at a time.
         total: how many items there are.
-        workers: threads; 0 makes each item when it is asked for, in the caller's thread.
-        ahead: how many items may be made before they are asked for.
+        workers: threads; 0 makes each run when its first item is asked for, in the caller's thread.
+        ahead: how many runs may be made before they are asked for.
+        run: items in a run; the last one may be shorter.
+        make_run: makes several consecutive items at once, with the same results as `make`, which is asked where this fails.
     """
 
-    def __init__(self, make: Callable[[int], T], total: int, workers: int, ahead: int) -> None:
-        shared = self._shared = _Shared(make, total, ahead)
+    def __init__(
+        self,
+        make: Callable[[int], T],
+        total: int,
+        workers: int,
+        ahead: int,
+        run: int = 1,
+        make_run: Callable[[range], list[T]] | None = None,
+    ) -> None:
+        runs = -(-total // run)
+        shared = self._shared = _Shared(_Work(make, make_run, total, run), runs, ahead)
         self._pid = os.getpid()
         self._inline = workers == 0
-        shared.threads = [_Producer(shared, i) for i in range(min(workers, total))]
+        self._left = total
+        self._at_hand: deque[T | _Failure] = deque()
+        shared.threads = [_Producer(shared, i) for i in range(min(workers, runs))]
         _quiet_opencv.enter()
         self._finalizer = weakref.finalize(self, _end_unasked, shared, self._pid)
         if shared.threads:
@@ -167,33 +201,39 @@ class Ordered(Generic[T]):
 
     def __len__(self) -> int:
         """Items that were not given yet."""
-        return self._shared.total - self._shared.consumed
+        return self._left
 
     def __next__(self) -> T:
-        shared = self._shared
         if self._pid != os.getpid():
             raise RuntimeError("an iterator with threads does not survive fork(): make a new one in the child process")
-        if shared.consumed >= shared.total:
+        if not self._left:
             self.close()
             raise StopIteration
+        if not self._at_hand:
+            self._at_hand.extend(self._next_run())
+        item = self._at_hand.popleft()
+        if isinstance(item, _Failure):
+            self.close()
+            _raise(item.error)
+        self._left -= 1
+        if not self._left:
+            self.close()
+        return item
+
+    def _next_run(self) -> list[T | _Failure]:
+        shared = self._shared
         if not self._finalizer.alive:
             raise RuntimeError("the iterator was closed, or ended by an error")
         if self._inline:
             with _one_thread():
-                item = _attempt(shared.make, shared.consumed)
+                items = shared.work(shared.consumed)
             shared.consumed += 1
-        else:
-            try:
-                item = shared.consume()
-            except BaseException:  # Ctrl-C while waiting, or a dead thread
-                self.close()
-                raise
-        if isinstance(item, _Failure):
+            return items
+        try:
+            return shared.consume()
+        except BaseException:  # Ctrl-C while waiting, or a dead thread
             self.close()
-            _raise(item.error)
-        elif shared.consumed >= shared.total:
-            self.close()
-        return item
+            raise
 
     def __enter__(self) -> Ordered[T]:
         return self
@@ -203,6 +243,7 @@ class Ordered(Generic[T]):
 
     def close(self) -> None:
         """End the threads and wait for them, at most `JOIN_S`. Safe to call again, and in a forked child."""
+        self._at_hand.clear()
         if self._finalizer.detach() is not None:
             _end(self._shared, self._pid)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaders.arguments import whole
-from loaders.sampling import ORDER_VERSION, STORED_ORDER, WEIGHTS_MARK, Order, Remainder, SampleOrder, State, batch_rows, num_batches
+from loaders.sampling import ORDER_VERSION, STORED_ORDER, WEIGHTS_MARK, Order, Remainder, SampleOrder, State, batches_rows, num_batches
 from loaders.weighted import WEIGHTED_VERSION, WeightedOrder, Weights, weight_table
 
 
@@ -35,9 +35,14 @@ class EpochPart:
     remainder: Remainder
     samples_seen: int
 
+    def batches(self, numbers: range) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Indices, places in the order, validity of consecutive batches, as `loaders.sampling.batches_rows` gives them."""
+        return batches_rows(self.order, numbers, self.batch_size, self.rank, self.world_size, self.remainder, self.samples_seen)
+
     def batch(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Indices, places in the order, validity of batch `number`, as `loaders.sampling.batch_rows` gives them."""
-        return batch_rows(self.order, number, self.batch_size, self.rank, self.world_size, self.remainder, self.samples_seen)
+        """The same of one batch, [B] each."""
+        indices, places, valid = self.batches(range(number, number + 1))
+        return indices[0], places[0], valid[0]
 
 
 class Epochs:

@@ -127,20 +127,34 @@ class MemmapDataset(PackedDataset):
         return image.copy()
 
     def _gather_images(self, used: NDArray[np.int64], out: NDArray[Any]) -> None:
+        if not len(used):
+            return
         positions = self._index.positions(used)
-        for shard, first, last in self._index.runs(positions):
-            try:
-                images = self._images(shard)
-            except _BadShard:
-                for j in range(first, last):
-                    used[j], image = self._with_replacement(int(used[j]), lambda i: self._read_image(self._index.position(i)))
-                    out[j] = image
+        runs = self._index.runs(positions)
+        opened = {shard: self._images_for(shard, out) for shard in {shard for shard, _, _ in runs}}
+        # Views of all pieces by two calls: several small batches at a time have many.
+        shards, lengths = [shard for shard, _, _ in runs], [last - first for _, first, last in runs]
+        rows = torch.split_with_sizes(torch.from_numpy(positions - self._index.shard_starts[shards].repeat(lengths)), lengths)
+        slots = torch.split_with_sizes(torch.from_numpy(out.reshape(len(out), -1)), lengths)
+        for (shard, first, last), chosen, slot in zip(runs, rows, slots, strict=True):
+            images = opened[shard]
+            if images is not None:
+                torch.index_select(images.rows, 0, chosen, out=slot)
                 continue
-            if out.shape[1:] != images.array.shape[1:] or out.dtype != images.array.dtype:
-                expected, found = (images.array.dtype, images.array.shape[1:]), (out.dtype, out.shape[1:])
-                raise ValueError(f"the images of {self._index.shard_path(shard)} are {expected}, the slots of out['image'] are {found}")
-            rows = torch.from_numpy(positions[first:last] - self._index.shard_starts[shard])
-            torch.index_select(images.rows, 0, rows, out=torch.from_numpy(out[first:last].reshape(last - first, images.rows.shape[1])))
+            for j in range(first, last):
+                used[j], image = self._with_replacement(int(used[j]), lambda i: self._read_image(self._index.position(i)))
+                out[j] = image
+
+    def _images_for(self, shard: int, out: NDArray[Any]) -> _Images | None:
+        """A shard's images, which `out` can take; None where the shard cannot be used."""
+        try:
+            images = self._images(shard)
+        except _BadShard:
+            return None
+        if out.shape[1:] != images.array.shape[1:] or out.dtype != images.array.dtype:
+            expected, found = (images.array.dtype, images.array.shape[1:]), (out.dtype, out.shape[1:])
+            raise ValueError(f"the images of {self._index.shard_path(shard)} are {expected}, the slots of out['image'] are {found}")
+        return images
 
     def _read_meta(self, position: int) -> dict[str, Any]:
         shard = self._index.shard_of(position)

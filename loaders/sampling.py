@@ -2,7 +2,7 @@
 
     permutation(n, seed, *labels)     a shuffle that is the same on every platform and NumPy release
     Order(n, seed, epoch)[a:b]        samples a..b of an epoch, without computing the rest of it
-    num_batches, batch_rows           how an epoch is cut into batches and split over ranks
+    num_batches, batches_rows         how an epoch is cut into batches and split over ranks
     State                             where in which epoch training stands
     shuffle_quality                   how well an order mixes
 
@@ -189,14 +189,14 @@ def num_batches(num_samples: int, batch_size: int, world_size: int, remainder: R
     return left // size if remainder == "drop" else -(-left // size)
 
 
-def batch_rows(
-    order: SampleOrder, number: int, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
+def batches_rows(
+    order: SampleOrder, numbers: range, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """The samples of one rank's batch.
+    """The samples of one rank's batches, R of them.
 
     Args:
         order: the epoch's order.
-        number: 0-based batch number, counted from `samples_seen` on.
+        numbers: 0-based batch numbers, counted from `samples_seen` on, of step 1; not empty.
         batch_size: samples a rank gets per batch, B.
         rank: 0-based.
         world_size: number of ranks.
@@ -204,24 +204,25 @@ def batch_rows(
         samples_seen: samples of the epoch, over all ranks, that are done.
 
     Returns:
-        Stored positions, int64 [B], ascending; their places in the order, int64 [B]; and bool [B]: False for rows that only pad.
+        Stored positions, int64 [R, B], ascending in each batch; their places in the order, int64 [R, B]; and bool [R, B]: False for rows
+        that only pad.
 
     Raises:
         IndexError: there is no such batch or rank.
     """
     total = num_batches(len(order), batch_size, world_size, remainder, samples_seen)
-    if not 0 <= number < total or not 0 <= rank < world_size:
-        raise IndexError(f"batch {number} of {total}, rank {rank} of {world_size}: out of range")
-    start = samples_seen + (number * world_size + rank) * batch_size
-    real = order[start : start + batch_size]
-    surplus = batch_size - len(real)
+    if not 0 <= numbers.start < numbers.stop <= total or not 0 <= rank < world_size:
+        raise IndexError(f"batches {numbers.start} to {numbers.stop - 1} of {total}, rank {rank} of {world_size}: out of range")
+    starts = samples_seen + (np.arange(numbers.start, numbers.stop) * world_size + rank) * batch_size
+    parts = [order[start : start + batch_size] for start in starts.tolist()]
+    surplus = len(starts) * batch_size - sum(map(len, parts))
     if surplus:
-        real = np.concatenate([real, np.repeat(order[len(order) - 1 :], surplus)])
+        parts.append(np.repeat(order[len(order) - 1 :], surplus))
     # Position and row in one number: a plain sort is several times as fast as argsort, and a real row stays before its own copies.
-    keys = real * batch_size + np.arange(batch_size)
-    keys.sort()
+    keys = np.concatenate(parts).reshape(len(starts), batch_size) * batch_size + np.arange(batch_size)
+    keys.sort(axis=1)
     positions = keys // batch_size
-    places = start + keys - positions * batch_size
+    places = starts[:, None] + keys - positions * batch_size
     return positions, np.minimum(places, len(order) - 1), places < len(order)
 
 

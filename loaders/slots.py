@@ -67,7 +67,8 @@ class Slots(ForkAware):
     def take(self, fields: Fields, rows: int) -> Slot:
         """A slot for the caller alone, with arbitrary content, until `lend`. One that never comes back costs nothing but its memory."""
         with self.lock:
-            for place, slot in enumerate(self._ring):
+            for place in reversed(range(len(self._ring))):  # what was used last is still in the processor's caches, if anything is
+                slot = self._ring[place]
                 if slot.rows == rows and slot.fields == fields and slot.is_idle():
                     del self._ring[place]
                     return slot

@@ -17,7 +17,9 @@ Boxes = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray
 
 
 class MemoryDataset:
-    """`size` (height, width); sample i has pixels ``i % 251``, label ``i % 7``, key ``1000 + i`` and, for detection, ``i % 3`` boxes."""
+    """`size` (height, width); sample i has pixels ``i % 251``, label ``i % 7``, key ``1000 + i`` and, for detection, ``i % 3`` boxes.
+
+    `calls`: the indices that `gather` was asked for."""
 
     def __init__(self, num_samples: int, task: Task = "classification", size: tuple[int, int] = (4, 5), transform: Any = None) -> None:
         self.task: Task = task
@@ -27,6 +29,8 @@ class MemoryDataset:
         self.delay_s: Callable[[int], float] = lambda _: 0.0
         self.bad: set[int] = set()
         self.threads: set[threading.Thread] = set()
+        self.only_copies = False
+        self.calls: list[list[int]] = []
 
     def __len__(self) -> int:
         return self.num_samples
@@ -64,6 +68,7 @@ class MemoryDataset:
         return {"image": ((*self.size, 3), np.dtype(np.uint8)), **label, "key": ((), int64), "index": ((), int64)}
 
     def gather(self, indices: NDArray[np.int64], out: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
+        self.calls.append(indices.tolist())
         for i in indices.tolist():
             self._look(i)
         count = len(indices)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -410,14 +411,16 @@ def content(held: Any) -> list[bytes]:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(
-    st.sampled_from(["plain", "transform", "float"]),
+    st.sampled_from(["plain", "transform", "float", "runs"]),
     st.integers(0, 4),
     st.lists(st.tuples(st.sampled_from([None, *HELD]), st.integers(0, 12)), min_size=15, max_size=40),
 )
 def test_what_is_held_of_a_batch_never_changes(kind: str, workers: int, pattern: list[tuple[str | None, int]]) -> None:
     """Each batch is dropped, or a part of it is held for some batches, while the loader goes on and uses memory again."""
-    change = {"plain": None, "transform": lambda sample, _: sample, "float": as_float}[kind]
-    loader = BatchLoader(MemoryDataset(160, "detection", transform=change), 8, workers=workers)
+    change = {"transform": lambda sample, _: sample, "float": as_float}.get(kind)
+    ds = MemoryDataset(160, "detection", transform=change)
+    ds.only_copies = kind == "runs"
+    loader = BatchLoader(ds, 8, workers=workers)
     holding: list[tuple[int, Any, Any]] = []  # until when, what, its content when it came
     batches = (batch for _ in range(2) for batch in loader)
     for number, (part, span) in enumerate(pattern):
@@ -531,16 +534,45 @@ def test_rank_and_world_size_are_given_together(given: dict[str, int]) -> None:
         BatchLoader(MemoryDataset(8), 2, **given)
 
 
-def test_small_copies_are_made_in_line_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_packed(tmp_path / "memmap", "memmap", counts=(40,))
-    write_packed(tmp_path / "tar", "tar", counts=(40,))
-    ds = MemmapDataset(tmp_path / "memmap")
-    cores = default_workers()
-    assert BatchLoader(ds, 8).workers == 0
-    assert BatchLoader(ds, 8, workers=2).workers == 2
-    assert BatchLoader(ShardDataset(tmp_path / "tar"), 8).workers == cores
-    assert BatchLoader(MemmapDataset(tmp_path / "memmap", transform=lambda sample, _: sample), 8).workers == cores
-    assert BatchLoader(ds, 8, collate=list).workers == cores
-    monkeypatch.setattr("loaders.batches.INLINE_BYTES", 8 * 12 * 16 * 3)
-    assert BatchLoader(ds, 8).workers == cores
-    assert BatchLoader(ds, 7).workers == 0
+# Runs of small batches
+
+
+def same_batch(batch: dict[str, Any], other: dict[str, Any]) -> None:
+    assert batch.keys() == other.keys()
+    for name, value in batch.items():
+        parts, others = (v if isinstance(v, list) else [v] for v in (value, other[name]))
+        assert all(torch.equal(part, o) and part.stride() == o.stride() for part, o in zip(parts, others, strict=True))
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_runs_change_nothing(rank: int, remainder: Remainder, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds = MemoryDataset(103, "detection")
+    loaders = [BatchLoader(ds, 4, workers=2, rank=rank, world_size=2, remainder=remainder) for _ in range(2)]
+    expected = [list(loaders[0]) for _ in range(2)]
+    ds.only_copies, ds.calls = True, []
+    monkeypatch.setattr("loaders.batches.RUN_BYTES", 5 * 4 * math.prod(ds.batch_fields()["image"][0]) + 1)
+    found = [list(loaders[1]) for _ in range(2)]
+    for batch, other in zip(chain(*expected), chain(*found), strict=True):
+        same_batch(batch, other)
+    assert max(map(len, ds.calls)) == 5 * 4
+    assert len(ds.calls) == 2 * -(-len(expected[0]) // 5)
+    # Resumed in the middle of a run
+    received = islice(iter(loaders[1]), 7)
+    assert len(list(received)) == 7
+    resumed = BatchLoader(ds, 4, workers=0, rank=rank, world_size=2, remainder=remainder)
+    resumed.load_state_dict(loaders[1].state_dict())
+    loaders[0].set_epoch(2)
+    for batch, other in zip(islice(iter(loaders[0]), 7, None), resumed, strict=True):
+        same_batch(batch, other)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_a_run_comes_at_its_batch(workers: int) -> None:
+    ds = MemoryDataset(40)
+    ds.only_copies, ds.bad = True, {22}
+    batches = iter(BatchLoader(ds, 4, shuffle=False, workers=workers))
+    assert rows(islice(batches, 5)) == [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(5)]
+    with pytest.raises(SampleError, match="images/22") as caught:
+        next(batches)
+    assert caught.value.__notes__ == ["in batch 5 (from 0) of epoch 0, rank 0"]

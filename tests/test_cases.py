@@ -16,6 +16,7 @@ NUM_PARALLEL = 2
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not (CASES / "run_cases.py").is_file(), reason="no shared cases beside the project"),
     pytest.mark.skipif(not PACK.is_file(), reason="the project is not installed beside this interpreter"),
 ]

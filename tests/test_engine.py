@@ -54,6 +54,44 @@ def test_items_come_in_order_and_not_too_far_ahead(total: int, workers: int, ahe
     assert begun == given_out == total
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 40), st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.none() | st.integers(0, 39), st.booleans())
+def test_runs_of_items(total: int, workers: int, ahead: int, run: int, failing: int | None, together: bool) -> None:
+    """The items up to the one that fails, in order, however many are made at a time."""
+    runs: list[range] = []
+
+    def make(number: int) -> int:
+        if number == failing:
+            raise ValueError(f"item {number}")
+        return number * number
+
+    def make_run(numbers: range) -> list[int]:
+        runs.append(numbers)
+        return [make(number) for number in numbers]
+
+    items = Ordered(make, total, workers, ahead, run, make_run if together else None)
+    whole = total if failing is None else min(failing, total)
+    for number in range(whole):
+        assert len(items) == total - number
+        assert next(items) == number * number
+    with pytest.raises(StopIteration if whole == total else ValueError):
+        next(items)
+    with pytest.raises(StopIteration if whole == total else RuntimeError):
+        next(items)
+    assert all(numbers.start % run == 0 and len(numbers) <= run for numbers in runs)
+    if together and whole == total:
+        assert sum(map(len, runs)) == total - (total if run == 1 else total % run == 1)
+    assert producer_threads() == []
+
+
+def test_closed_within_a_run() -> None:
+    items = Ordered(square, 10, 1, 2, 4)
+    assert [next(items), next(items), len(items)] == [0, 1, 8]
+    items.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(items)
+
+
 def test_exactly_so_many_items_are_made_ahead() -> None:
     made: list[int] = []
     with Ordered(made.append, 100, 4, 3) as items:
