@@ -30,6 +30,8 @@ from loaders.scratch import Scratch
 from loaders.split import Ragged, SplitIndex
 
 T = TypeVar("T")
+Wanted = tuple[int, Region, Size | None]
+"""A stored position, the region of its picture, and the least (height, width) of that; None: it is not scaled."""
 _AHEAD = 16
 """Samples begun before the first is finished, each holding its bytes. Four gain a third of what 16 do."""
 
@@ -239,40 +241,50 @@ class PackedDataset(Dataset[SampleDict], ABC):
             self._index.check_maps()
             generators: list[np.random.Generator] = []
             try:
-                begun = [self._begun(transform, *key, generators) for key in keys[start : start + _AHEAD]]
+                begun = self._begun(transform, keys[start : start + _AHEAD], generators)
                 begun.reverse()
-                while begun:  # each is dropped once it is done, with the bytes that it holds
+                while begun:  # each is dropped once it is done
                     number = min(start + _AHEAD, len(keys)) - len(begun)
                     yield begun.pop()(None if out is None else partial(out, number))
             finally:
                 self._random.give_back(generators)
 
     def _begun(
-        self, transform: Transform, i: SupportsIndex, epoch: int | None, generators: list[np.random.Generator]
-    ) -> Callable[[Callable[[], NDArray[Any] | None] | None], SampleDict]:
-        """All of `load` but what follows on reading, now; the rest when the result is called. A generator is added to `generators`."""
-        index, epoch = self._index.index(i), self.epoch if epoch is None else epoch
-        rng = self._random.take(self.seed, epoch, index)
-        generators.append(rng)
-        position, fields = self._index.position(index), self._fields(index)
+        self, transform: Transform, keys: Sequence[tuple[SupportsIndex, int | None]], generators: list[np.random.Generator]
+    ) -> list[Callable[[Callable[[], NDArray[Any] | None] | None], SampleDict]]:
+        """All of `load` but what follows on reading, now; the rest of each when it is called. Generators are added to `generators`."""
+        indices = [self._index.index(i) for i, _ in keys]
+        positions = [self._index.position(index) for index in indices]
+        rows = self._index.samples[positions]
+        wanted: list[Wanted] = []
+        rest = []
+        columns = indices, positions, rows["height"].tolist(), rows["width"].tolist()
+        for (_, given), index, position, height, width in zip(keys, *columns, strict=True):
+            epoch = self.epoch if given is None else given
+            rng = self._random.take(self.seed, epoch, index)
+            generators.append(rng)
+            fields, where = self._fields(index), partial(self._name, index, epoch)
+            region = ask_region(transform, fields, height, width, rng, where)
+            wanted.append((position, region, least_size(transform, region)))
+            rest.append((index, epoch, rng, fields, where))
+        return [partial(self._finish, transform, view, *each) for view, each in zip(self._begin_views(wanted), rest, strict=True)]
 
-        def where() -> str:
-            return f"{self._name(index)}, epoch {epoch}"
-
-        region = ask_region(transform, fields, *self._size(position), rng, where)
+    def _finish(
+        self,
+        transform: Transform,
+        view: Callable[[], View] | SampleError,
+        index: int,
+        epoch: int,
+        rng: np.random.Generator,
+        fields: SampleDict,
+        where: Callable[[], str],
+        out: Callable[[], NDArray[Any] | None] | None,
+    ) -> SampleDict:
         try:
-            decode = self._begin_view(position, region, least_size(transform, region))
+            seen = _seen(view)
         except SampleError:
-            return lambda _: self.load(index, epoch)  # which replaces it, or says the same again in its place
-
-        def finish(out: Callable[[], NDArray[Any] | None] | None) -> SampleDict:
-            try:
-                seen = decode()
-            except SampleError:
-                return self.load(index, epoch)
-            return call(transform, fields, View(self._private(seen.image), *seen[1:]), rng, where, out)
-
-        return finish
+            return self.load(index, epoch)  # which replaces it, or says the same again in its place
+        return call(transform, fields, View(self._private(seen.image), *seen[1:]), rng, where, out)
 
     def load_region(self, i: SupportsIndex, region: Region) -> SampleDict:
         """Part of sample `i` as numpy, untransformed: `image` [h, w, 3] (private) of the region (y, x, height, width), 0-based pixels
@@ -302,9 +314,10 @@ class PackedDataset(Dataset[SampleDict], ABC):
         row = self._index.samples[position]
         return int(row["height"]), int(row["width"])
 
-    def _name(self, index: int) -> str:
+    def _name(self, index: int, epoch: int | None = None) -> str:
         key = int(self._index.samples["key"][self._index.position(index)])
-        return f"sample {index} (key {key:09d}) of {self.root}, split {self.split!r}"
+        when = "" if epoch is None else f", epoch {epoch}"
+        return f"sample {index} (key {key:09d}) of {self.root}, split {self.split!r}{when}"
 
     def _transformed(
         self, transform: Transform, index: int, epoch: int | None, read: Callable[[int, Region, Size | None], View]
@@ -317,13 +330,13 @@ class PackedDataset(Dataset[SampleDict], ABC):
                 assert isinstance(rng.bit_generator, np.random.Philox)
                 rekey(rng.bit_generator, self.seed, epoch, j)
             position, fields = self._index.position(j), self._fields(j)
-            region = ask_region(transform, fields, *self._size(position), rng, lambda: f"{self._name(j)}, epoch {epoch}")
+            region = ask_region(transform, fields, *self._size(position), rng, partial(self._name, j, epoch))
             return fields, read(position, region, least_size(transform, region))
 
         with self._random.generator(self.seed, epoch, index) as rng:
             used, (fields, seen) = self._with_replacement(index, lambda j: view(rng, j))
             private = View(self._private(seen.image), seen.y, seen.x, seen.scale)
-            return call(transform, fields, private, rng, lambda: f"{self._name(used)}, epoch {epoch}")
+            return call(transform, fields, private, rng, partial(self._name, used, epoch))
 
     # Many samples: the seam for BatchLoader
 
@@ -444,13 +457,14 @@ class PackedDataset(Dataset[SampleDict], ABC):
         """The image [H, W, 3] at a stored position, or SampleError."""
 
     @abstractmethod
-    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
-        """A region (inside the picture) of the image at a stored position, scaled down at most to `size` where that saves work; or
-        SampleError. The image may be memory of this thread's `Scratch`."""
+    def _begin_views(self, wanted: Sequence[Wanted]) -> list[Callable[[], View] | SampleError]:
+        """For each region (inside its picture) what gives it, or raises SampleError; or the error that is known by now. Scaled down at most
+        to the size given, where that saves work. What is better done for several samples at once is done now. The image may be memory of
+        this thread's `Scratch`."""
 
-    def _begin_view(self, position: int, region: Region, size: Size | None) -> Callable[[], View]:
-        """`_read_view` in two steps: what is better done for several samples at once, if anything; then the rest."""
-        return partial(self._read_view, position, region, size)
+    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
+        [view] = self._begin_views([(position, region, size)])
+        return _seen(view)
 
     @abstractmethod
     def _reads_regions(self, position: int) -> bool:
@@ -467,6 +481,12 @@ class PackedDataset(Dataset[SampleDict], ABC):
     @abstractmethod
     def _read_meta(self, position: int) -> dict[str, Any]:
         """See `meta`."""
+
+
+def _seen(view: Callable[[], View] | SampleError) -> View:
+    if isinstance(view, SampleError):
+        raise view
+    return view()
 
 
 def to_tensors(sample: SampleDict) -> SampleDict:

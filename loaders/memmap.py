@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaders.dataset import PackedDataset
+from loaders.dataset import PackedDataset, SampleError, Wanted
 from loaders.faults import OnError
 from loaders.format import FormatError, Layout, open_array
 from loaders.handles import MapWatch, is_shortage, shortage
 from loaders.npy import map_array
-from loaders.regions import Region, Size, Transform, View
+from loaders.regions import Region, Transform, View
 
 
 class _Images(NamedTuple):
@@ -112,8 +114,10 @@ class MemmapDataset(PackedDataset):
             raise self._error(position, e) from None
         return image
 
-    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
-        del size  # the pixels are there: nothing is saved by taking fewer
+    def _begin_views(self, wanted: Sequence[Wanted]) -> list[Callable[[], View] | SampleError]:
+        return [partial(self._view, position, region) for position, region, _ in wanted]  # pixels are there: no size saves anything
+
+    def _view(self, position: int, region: Region) -> View:
         image, (y, x, h, w) = self._read_image(position), region
         if image.shape[:2] != self._size(position):
             raise self._error(position, f"the image is (height, width) {image.shape[:2]}, the index says {self._size(position)}")

@@ -169,6 +169,9 @@ class SplitIndex:
     def shard_of(self, position: int) -> int:
         return int(self.shard_starts.searchsorted(position, "right")) - 1
 
+    def shards_of(self, positions: ArrayLike) -> NDArray[np.int64]:
+        return self.shard_starts.searchsorted(positions, "right") - 1
+
     def runs(self, positions: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """(shard, first, last) of each stretch ``positions[first:last]`` that lies in one shard."""
         if not len(positions):
@@ -176,7 +179,7 @@ class SplitIndex:
         shard = self.shard_of(int(positions.min()))
         if positions.max() < self.shard_starts[shard + 1]:
             return [(shard, 0, len(positions))]
-        shards = self.shard_starts.searchsorted(positions, "right") - 1
+        shards = self.shards_of(positions)
         bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(positions)]
         return [(int(shards[first]), first, last) for first, last in pairwise(bounds)]
 

@@ -6,23 +6,37 @@ Nothing is mapped but the index, no tar header is read, and no JSON is parsed ex
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loaders.cells import Grid, Reading, SubJpeg, SubJpegs, open_grid
 from loaders.codecs import DecodeError, ImagePart, decode_image, decode_jpeg_into, decode_meta
-from loaders.crops import Expect, Grid, Read, SubJpeg, dct_scale, decode_region, open_grid, reader, scaled_cut
-from loaders.dataset import PackedDataset, SampleError
+from loaders.crops import dct_scale, decode_region, scaled_cut
+from loaders.dataset import PackedDataset, SampleError, Wanted
 from loaders.format import Layout
 from loaders.handles import OpenFile, is_shortage, shortage
 from loaders.jpeg import JpegError, JpegHeader, parse_header
 from loaders.regions import Region, SampleDict, Size, View
 
 _MIN_BUFFER = 1 << 18
+_WHOLE_BYTES = 1 << 17
+"""A picture of no more is read in one go, though only some of its cells are needed: to copy 100 kB takes as long as a second call."""
+
+
+class _Part(NamedTuple):
+    """Where a sample's "image" or "json" (`name`) lies in its shard, in bytes."""
+
+    position: int
+    name: str
+    shard: int
+    offset: int
+    size: int
+    crc32: int
 
 
 def image_part(data: bytes | memoryview) -> ImagePart | None:
@@ -63,9 +77,8 @@ class ShardDataset(PackedDataset):
                 `load_encoded` finds another sample.
         """
         self._index.check_maps()
-        position = self._index.position(index)
         try:
-            return bytes(self._read_part(position, self._index.samples[position], "image"))
+            return bytes(self._image_part(self._index.position(index)))
         except SampleError:
             if self.on_error == "raise":
                 raise
@@ -98,7 +111,7 @@ class ShardDataset(PackedDataset):
         return self._transformed(self.transform, index, epoch, view)
 
     def _read_image(self, position: int) -> NDArray[Any]:
-        return self._decoded(position, self._read_part(position, self._index.samples[position], "image"), None)
+        return self._decoded(position, self._image_part(position), None)
 
     def _decoded(self, position: int, data: bytes | memoryview, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
         part = image_part(data)
@@ -114,51 +127,61 @@ class ShardDataset(PackedDataset):
             raise self._error(position, f"the {part} is decoded to (height, width, channels) {image.shape}, the index says {size}")
         return image
 
-    def _read_view(self, position: int, region: Region, size: Size | None) -> View:
-        return self._begin_view(position, region, size)()
-
-    def _begin_view(self, position: int, region: Region, size: Size | None) -> Callable[[], View]:
-        row = self._index.samples[position]
-        cells = self._index.cells(position)
-        if cells is None:
-            return lambda: self._view_of(self._read_part(position, row, "image"), position, region, size)
-        self._check_row(position, row, "image")
-        num_bytes = int(row["image_size"])
+    def _begin_views(self, wanted: Sequence[Wanted]) -> list[Callable[[], View] | SampleError]:
         try:
-            if not 0 < (head_size := int(cells[0])) <= num_bytes:
-                raise JpegError(f"has {num_bytes} bytes, the index says that its cells begin at byte {head_size}")
-            if self.check_crc:
-                data = self._read_part(position, row, "image")
-                return self._cells(position, open_grid(data[:head_size], cells, num_bytes), region, size, reader(data))
-            head = self._buffer("head", head_size)
-            read, expect = partial(self._read, position, row, "image"), partial(self._expect, row)
-            read([head], 0, head_size)
-            return self._cells(position, open_grid(head, cells, num_bytes), region, size, read, expect)
-        except JpegError as e:
-            raise self._error(position, f"the jpg {e}") from None
+            return list(self._begin_together(wanted))
+        except (JpegError, SampleError) as e:
+            if len(wanted) > 1:  # which of them is it?
+                return [view for each in wanted for view in self._begin_views([each])]
+            return [e if isinstance(e, SampleError) else self._error(wanted[0][0], f"the jpg {e}")]
+
+    def _begin_together(self, wanted: Sequence[Wanted]) -> list[Callable[[], View]]:
+        """Of crop-decodable JPEGs the bytes are read, and ready for the decoder. Raises JpegError or SampleError, for any of them."""
+        views: list[Callable[[], View]] = [partial(self._whole_view, *each) for each in wanted]
+        found = [(number, cells) for number, (position, _, _) in enumerate(wanted) if (cells := self._index.cells(position)) is not None]
+        parts = self._parts([wanted[number][0] for number, _ in found], "image")
+        opened = [self._open_grid(part, cells) for part, (_, cells) in zip(parts, found, strict=True)]
+        if not opened:
+            return views
+        regions = []
+        for (grid, _), (number, _) in zip(opened, found, strict=True):
+            _, region, size = wanted[number]
+            regions.append((grid, region, 1 if size is None else dct_scale(grid.header, region[2], region[3], size)))
+        jpegs = SubJpegs(regions)
+        made = jpegs.assemble(np.empty(jpegs.num_bytes, np.uint8).data, [source for _, source in opened])
+        for (number, _), jpeg, data in zip(found, jpegs.parts, made, strict=True):
+            views[number] = partial(self._cells_view, wanted[number][0], jpeg, data)
+        return views
+
+    def _open_grid(self, part: _Part, cells: NDArray[np.uint32]) -> tuple[Grid, memoryview | Reading]:
+        """A picture's header and cells, and where its bytes come from. Raises JpegError."""
+        if not 0 < (head_size := int(cells[0])) <= part.size:
+            raise JpegError(f"has {part.size} bytes, the index says that its cells begin at byte {head_size}")
+        source: memoryview | Reading
+        if part.size <= _WHOLE_BYTES or self.check_crc:
+            source = self._read_part(part, np.empty(part.size, np.uint8).data)
+            head = source[:head_size]
+        else:
+            source = Reading(partial(self._read, part), partial(self._expect, part))
+            head = np.empty(head_size, np.uint8).data
+            self._read(part, [head], 0, head_size)
+        grid = open_grid(head, cells, part.size)
+        if (grid.header.height, grid.header.width) != self._size(part.position):
+            found = grid.header.height, grid.header.width
+            raise JpegError(f"says (height, width) {found}, the index says {self._size(part.position)}")
+        return grid, source
+
+    def _cells_view(self, position: int, jpeg: SubJpeg, data: memoryview) -> View:
+        try:
+            return View(jpeg.decode(data, self._scratch.blank), jpeg.y, jpeg.x, jpeg.scale)
+        except DecodeError as e:
+            raise self._error(position, f"the jpg cannot be decoded: {e}") from None
+
+    def _whole_view(self, position: int, region: Region, size: Size | None) -> View:
+        return self._view_of(self._image_part(position), position, region, size)
 
     def _reads_regions(self, position: int) -> bool:
         return self._index.cells(position) is not None
-
-    def _cells(
-        self, position: int, grid: Grid, region: Region, size: Size | None, read: Read, expect: Expect | None = None
-    ) -> Callable[[], View]:
-        """A region of a crop-decodable JPEG, read, and still to be decoded. Raises JpegError."""
-        header = grid.header
-        if (header.height, header.width) != self._size(position):
-            raise JpegError(f"says (height, width) {(header.height, header.width)}, the index says {self._size(position)}")
-        scale = 1 if size is None else dct_scale(header, region[2], region[3], size)
-        jpeg = SubJpeg(grid, region, scale)
-        data = np.empty(jpeg.num_bytes, np.uint8).data
-        jpeg.assemble(data, read, expect)
-
-        def decode() -> View:
-            try:
-                return View(jpeg.decode(data, self._scratch.blank), jpeg.y, jpeg.x, scale)
-            except DecodeError as e:
-                raise self._error(position, f"the jpg cannot be decoded: {e}") from None
-
-        return decode
 
     def _view_of(self, data: bytes | memoryview, position: int, region: Region, size: Size | None) -> View:
         """A region of an image without a grid of cells."""
@@ -192,46 +215,57 @@ class ShardDataset(PackedDataset):
             raise OSError(f"the file has {file.size} bytes, the manifest says {expected}: it was cut short or replaced")
         return file
 
-    def _expect(self, row: np.void, offset: int, size: int) -> None:
-        with suppress(OSError):  # a hint; what is wrong, reading says
-            self._file(int(row["shard"])).will_need(int(row["image_offset"]) + offset, size)
+    def _parts(self, positions: list[int], name: str) -> list[_Part]:
+        """Where "image" or "json" of these samples lie. Refuses a row of a damaged index, before it asks for another shard's bytes, or for
+        more memory than there is."""
+        rows = self._index.samples[positions]
+        columns = (rows[column].tolist() for column in ("shard", f"{name}_offset", f"{name}_size", f"{name}_crc32"))
+        parts = [_Part(position, name, *values) for position, *values in zip(positions, *columns, strict=True)]
+        for part, shard in zip(parts, self._index.shards_of(positions).tolist(), strict=True):
+            end = part.offset + part.size
+            if part.shard != shard or not 0 <= part.offset <= end <= self._index.shard_bytes[shard]:
+                reason = f"the index says shard {part.shard}, bytes {part.offset} to {end}, which are not in it: the index is damaged"
+                raise self._unreadable(part, reason)
+        return parts
 
-    def _read(self, position: int, row: np.void, part: str, views: list[memoryview], offset: int, size: int) -> None:
-        """Fill the views with the `size` bytes of "image" or "json" from `offset` on."""
-        shard, offset = int(row["shard"]), offset + int(row[f"{part}_offset"])
+    def _image_part(self, position: int) -> memoryview:
+        """A stored image, in this thread's buffer: valid until its next read."""
+        [part] = self._parts([position], "image")
+        return self._read_part(part, self._buffer("image", part.size))
+
+    def _expect(self, part: _Part, offset: int, size: int) -> None:
+        with suppress(OSError):  # a hint; what is wrong, reading says
+            self._file(part.shard).will_need(part.offset + offset, size)
+
+    def _read(self, part: _Part, views: list[memoryview], offset: int, size: int) -> None:
+        """Fill the views with the `size` bytes of a part from `offset` on."""
         try:
-            count = self._file(shard).read_scattered(views, offset, size)
+            count = self._file(part.shard).read_scattered(views, part.offset + offset, size)
         except OSError as e:
             if is_shortage(e):
-                raise shortage(e, self._index.shard_path(shard)) from None
-            raise self._unreadable(position, part, e.strerror or str(e)) from None
+                raise shortage(e, self._index.shard_path(part.shard)) from None
+            raise self._unreadable(part, e.strerror or str(e)) from None
         if count < size:
-            reason = f"the file ends {size - count} bytes short of the {part}'s end at byte {offset + size}: it was cut short"
-            raise self._unreadable(position, part, reason)
+            end = part.offset + offset + size
+            raise self._unreadable(
+                part, f"the file ends {size - count} bytes short of the {part.name}'s end at byte {end}: it was cut short"
+            )
 
-    def _check_row(self, position: int, row: np.void, part: str) -> None:
-        """Refuse a row of a damaged index, before it asks for another shard's bytes, or for more memory than there is."""
-        shard, offset, size = int(row["shard"]), int(row[f"{part}_offset"]), int(row[f"{part}_size"])
-        if shard != self._index.shard_of(position) or not 0 <= offset <= offset + size <= self._index.shard_bytes[shard]:
-            reason = f"the index says shard {shard}, bytes {offset} to {offset + size}, which are not in it: the index is damaged"
-            raise self._unreadable(position, part, reason)
-
-    def _read_part(self, position: int, row: np.void, part: str) -> memoryview:
-        """Bytes of "image" or "json", in this thread's buffer: valid until its next read."""
-        self._check_row(position, row, part)
-        view = self._buffer(part, int(row[f"{part}_size"]))
-        self._read(position, row, part, [view], 0, len(view))
-        if self.check_crc and zlib.crc32(view) != int(row[f"{part}_crc32"]):
-            reason = f"the {part} has CRC-32 {zlib.crc32(view):08x}, the index says {int(row[f'{part}_crc32']):08x}: its bytes were changed"
-            raise self._unreadable(position, part, reason)
+    def _read_part(self, part: _Part, view: memoryview) -> memoryview:
+        """Read a whole part into `view`, of its size."""
+        self._read(part, [view], 0, part.size)
+        if self.check_crc and zlib.crc32(view) != part.crc32:
+            reason = f"the {part.name} has CRC-32 {zlib.crc32(view):08x}, the index says {part.crc32:08x}: its bytes were changed"
+            raise self._unreadable(part, reason)
         return view
 
-    def _unreadable(self, position: int, part: str, reason: str) -> SampleError:
+    def _unreadable(self, part: _Part, reason: str) -> SampleError:
         # The source's name is in the JSON: where that is what cannot be read, asking for it again would never end.
-        return self._error(position, reason) if part == "image" else self._sample_error(position, "unknown", reason)
+        return self._error(part.position, reason) if part.name == "image" else self._sample_error(part.position, "unknown", reason)
 
     def _read_meta(self, position: int) -> dict[str, Any]:
-        data = bytes(self._read_part(position, self._index.samples[position], "json"))
+        [part] = self._parts([position], "json")
+        data = bytes(self._read_part(part, self._buffer("json", part.size)))
         try:
             meta = decode_meta(data)
             affine = tuple(float(v) for v in meta["affine"])
@@ -283,4 +317,4 @@ class ShardDataset(PackedDataset):
 
     def _read_into(self, slot: NDArray[np.uint8], index: int) -> None:
         position = self._index.position(index)
-        self._decoded(position, self._read_part(position, self._index.samples[position], "image"), slot)
+        self._decoded(position, self._image_part(position), slot)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from loaders.cells import SubJpeg, open_grid
 from loaders.codecs import encode_image
-from loaders.crops import SubJpeg, open_grid
 from loaders.jpeg import restart_offsets
 
 HEIGHT, WIDTH = 375, 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,9 @@ from PIL import Image
 
 from image_data import picture, save
 from loaders import crops
+from loaders.cells import MAX_GAP, Reading, SubJpeg, SubJpegs, open_grid
 from loaders.codecs import DecodeError, decode_image, encode_image
-from loaders.crops import MAX_GAP, SubJpeg, dct_scale, decode_scaled, open_grid, reader
+from loaders.crops import dct_scale, decode_scaled
 from loaders.jpeg import JpegError, parse_header, restart_interval, restart_offsets
 from loaders.regions import Region
 
@@ -45,10 +47,27 @@ def intervals(width: int, sampling: str) -> list[int]:
 
 def decode_region(data: bytes, offsets: NDArray[np.uint32], region: Region, scale: int = 1) -> NDArray[np.uint8]:
     """A region of a whole JPEG in memory, [h, w, 3], at 1/`scale`, as a data set decodes it."""
-    sub = SubJpeg(open_grid(data[: int(offsets[0])], offsets, len(data)), region, scale)
-    buffer = memoryview(bytearray(sub.num_bytes))
-    sub.assemble(buffer, reader(data))
-    return sub.decode(buffer, lambda shape: np.empty(shape, np.uint8))
+    sub, made = assembled(SubJpegs([(open_grid(data[: int(offsets[0])], offsets, len(data)), region, scale)]), memoryview(data))
+    return sub.decode(made, lambda shape: np.empty(shape, np.uint8))
+
+
+def assembled(jpegs: SubJpegs, source: memoryview | Reading) -> tuple[SubJpeg, memoryview]:
+    """The only one of them, and its bytes."""
+    [sub], [made] = jpegs.parts, jpegs.assemble(memoryview(bytearray(jpegs.num_bytes)), [source])
+    return sub, made
+
+
+def reading(data: bytes, see: Callable[[list[memoryview], int, int], None]) -> Reading:
+    """Reads from memory, piece by piece, as from a file; `see` is told before."""
+
+    def read(views: list[memoryview], offset: int, size: int) -> None:
+        assert size == sum(map(len, views))
+        see(views, offset, size)
+        for view in views:
+            view[:] = data[offset : offset + len(view)]
+            offset += len(view)
+
+    return Reading(read, lambda *_: None)
 
 
 def check_all_edges(data: bytes, regions: list[tuple[int, int, int, int]]) -> None:
@@ -244,16 +263,8 @@ def test_only_the_cells_of_the_region_are_read() -> None:
     offsets = restart_offsets(data)
     grid = open_grid(data[: offsets[0]], offsets, len(data))
     region = (333, 401, 64, 64)
-    sub = SubJpeg(grid, region)
     seen: list[tuple[int, int]] = []
-
-    def read(views: list[memoryview], offset: int, size: int) -> None:
-        assert size == sum(map(len, views))
-        seen.append((offset, offset + size))
-        reader(data)(views, offset, size)
-
-    buffer = memoryview(bytearray(sub.num_bytes))
-    sub.assemble(buffer, read)
+    sub, buffer = assembled(SubJpegs([(grid, region, 1)]), reading(data, lambda _, offset, size: seen.append((offset, offset + size))))
     rows = range(332 // 16, -(-398 // 16))
     left, right = 400 // grid.cell_width, -(-466 // grid.cell_width)
     needed = [(int(offsets[r * grid.columns + left]), int(offsets[r * grid.columns + right])) for r in rows]
@@ -270,7 +281,7 @@ def test_only_the_cells_of_the_region_are_read() -> None:
 def test_slices_close_together_are_read_at_once() -> None:
     data = jpeg(100, 160, "420", 1)
     offsets = restart_offsets(data)
-    sub = SubJpeg(open_grid(data[: offsets[0]], offsets, len(data)), (20, 20, 60, 60))
+    [sub] = SubJpegs([(open_grid(data[: offsets[0]], offsets, len(data)), (20, 20, 60, 60), 1)]).parts
     stretches = list(sub.stretches(memoryview(bytearray(sub.num_bytes))))
     assert len(stretches) == 1
     assert stretches[0][1] == offsets[10 * 1 + 1]
@@ -279,7 +290,7 @@ def test_slices_close_together_are_read_at_once() -> None:
 def test_a_picture_of_one_row_of_cells_is_read_in_one_piece() -> None:
     data = jpeg(150, 17, "444", 3)  # the interval is the row: no columns to leave out
     offsets = restart_offsets(data)
-    sub = SubJpeg(open_grid(data[: offsets[0]], offsets, len(data)), (40, 3, 20, 9))
+    [sub] = SubJpegs([(open_grid(data[: offsets[0]], offsets, len(data)), (40, 3, 20, 9), 1)]).parts
     ((views, offset, size),) = sub.stretches(memoryview(bytearray(sub.num_bytes)))
     assert (offset, sum(map(len, views)), size) == (offsets[4], offsets[8] - offsets[4], offsets[8] - offsets[4])
 
@@ -291,16 +302,12 @@ def assemble(data: bytes, offsets: NDArray[Any], num_bytes: int | None = None, r
     """`decode_region`, with a reader that fails the test where it is asked for bytes outside the part."""
     num_bytes = len(data) if num_bytes is None else num_bytes
     head = data[: int(offsets[0])]
-    sub = SubJpeg(open_grid(head, offsets.astype(np.uint32), num_bytes), region)
-    buffer = memoryview(bytearray(sub.num_bytes))
 
-    def read(views: list[memoryview], offset: int, size: int) -> None:
-        assert size == sum(map(len, views))
+    def see(_: list[memoryview], offset: int, size: int) -> None:
         assert 0 <= offset <= offset + size <= num_bytes
-        reader(data)(views, offset, size)
 
-    sub.assemble(buffer, read)
-    return sub.decode(buffer, lambda shape: np.empty(shape, np.uint8))
+    sub, made = assembled(SubJpegs([(open_grid(head, offsets.astype(np.uint32), num_bytes), region, 1)]), reading(data, see))
+    return sub.decode(made, lambda shape: np.empty(shape, np.uint8))
 
 
 def test_wrong_offsets_are_refused() -> None:

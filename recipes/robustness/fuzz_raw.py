@@ -13,8 +13,8 @@ import numpy as np
 from fuzz_target import Failure, Target, choice
 from PIL import Image, ImageCms, PngImagePlugin
 
+from loaders.cells import SubJpegs, open_grid
 from loaders.codecs import DecodeError, encode_image
-from loaders.crops import SubJpeg, open_grid, reader
 from loaders.jpeg import JpegError, parse_header, restart_offsets
 from packer.boxes import Picture, place_boxes
 from packer.findings import Findings
@@ -184,11 +184,10 @@ def jpeg(_scratch: Path) -> Target:
         grid, result = open_grid(data[: int(offsets[0])], offsets, len(data)), []
         height, width = min(header.height, 64), min(header.width, 64)
         for region in ((0, 0, height, width), (height // 2, width // 3, 1, 1), (height - 1, width - 1, 1, 1)):
-            sub = SubJpeg(grid, region)
-            buffer = memoryview(bytearray(sub.num_bytes))
-            sub.assemble(buffer, reader(data))
+            jpegs = SubJpegs([(grid, region, 1)])
+            [sub], [made] = jpegs.parts, jpegs.assemble(memoryview(bytearray(jpegs.num_bytes)), [memoryview(data)])
             if sub.height * sub.width <= MAX_PIXELS:
-                result.append(zlib.crc32(sub.decode(buffer, lambda shape: np.zeros(shape, np.uint8)).tobytes()))
+                result.append(zlib.crc32(sub.decode(made, lambda shape: np.zeros(shape, np.uint8)).tobytes()))
         return header, offsets, result
 
     seeds = [encode_image(picture(h, w), "jpg") for h, w in ((40, 72), (64, 96), (8, 130))]
