@@ -1,4 +1,4 @@
-"""Memory that pictures are decoded into, kept per thread. Fresh memory for 36 MB costs half as much as the decode that fills it."""
+"""Memory that pictures are read and decoded into, kept per thread. Fresh memory for 36 MB costs half as much as the decode that fills it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _MAX_BYTES = 1 << 27
 
 
 class Scratch:
-    """Lends each thread one array again and again. Nobody has to give it back: as long as any view of it lives, another one is made."""
+    """Lends each thread one array for each use again and again. Nobody has to give it back: as long as any view of it lives, another one is
+    made."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def blank(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    def blank(self, shape: tuple[int, ...], use: str = "pixels") -> NDArray[np.uint8]:
         """A C-contiguous uint8 array of `shape` with arbitrary content, the caller's alone while a view of it lives."""
         num_bytes = math.prod(shape)
         if num_bytes > _MAX_BYTES or not COUNTS_ARE_EXACT:
             return np.empty(shape, np.uint8)
-        kept: list[NDArray[np.uint8]] = self._local.__dict__.setdefault("kept", [])
+        kept: list[NDArray[np.uint8]] = self._local.__dict__.setdefault(use, [])
         # A view refers to the array that owns the memory. Two references are this list's and the one that the call makes.
         if not kept or kept[0].size < num_bytes or sys.getrefcount(kept[0]) > 2:
             size = max(_MIN_BYTES, num_bytes + num_bytes // 8)

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -140,26 +141,30 @@ class ShardDataset(PackedDataset):
         views: list[Callable[[], View]] = [partial(self._whole_view, *each) for each in wanted]
         found = [(number, cells) for number, (position, _, _) in enumerate(wanted) if (cells := self._index.cells(position)) is not None]
         parts = self._parts([wanted[number][0] for number, _ in found], "image")
-        opened = [self._open_grid(part, cells) for part, (_, cells) in zip(parts, found, strict=True)]
-        if not opened:
+        if not parts:
             return views
+        # Each picture of a batch of small ones is read as a whole; all lie in memory that was used before.
+        at_once = [part.size if part.size <= _WHOLE_BYTES or self.check_crc else 0 for part in parts]
+        memory = self._scratch.blank((sum(at_once),), "pictures").data
+        places = [memory[end - size : end] for size, end in zip(at_once, accumulate(at_once), strict=True)]
+        opened = [self._open_grid(part, cells, place) for part, (_, cells), place in zip(parts, found, places, strict=True)]
         regions = []
         for (grid, _), (number, _) in zip(opened, found, strict=True):
             _, region, size = wanted[number]
             regions.append((grid, region, 1 if size is None else dct_scale(grid.header, region[2], region[3], size)))
         jpegs = SubJpegs(regions)
-        made = jpegs.assemble(np.empty(jpegs.num_bytes, np.uint8).data, [source for _, source in opened])
+        made = jpegs.assemble(self._scratch.blank((jpegs.num_bytes,), "cells").data, [source for _, source in opened])
         for (number, _), jpeg, data in zip(found, jpegs.parts, made, strict=True):
             views[number] = partial(self._cells_view, wanted[number][0], jpeg, data)
         return views
 
-    def _open_grid(self, part: _Part, cells: NDArray[np.uint32]) -> tuple[Grid, memoryview | Reading]:
-        """A picture's header and cells, and where its bytes come from. Raises JpegError."""
+    def _open_grid(self, part: _Part, cells: NDArray[np.uint32], place: memoryview) -> tuple[Grid, memoryview | Reading]:
+        """A picture's header and cells, and where its bytes come from. It is read into `place` where there is any. Raises JpegError."""
         if not 0 < (head_size := int(cells[0])) <= part.size:
             raise JpegError(f"has {part.size} bytes, the index says that its cells begin at byte {head_size}")
         source: memoryview | Reading
-        if part.size <= _WHOLE_BYTES or self.check_crc:
-            source = self._read_part(part, np.empty(part.size, np.uint8).data)
+        if place:
+            source = self._read_part(part, place)
             head = source[:head_size]
         else:
             source = Reading(partial(self._read, part), partial(self._expect, part))

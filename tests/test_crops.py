@@ -254,6 +254,22 @@ def test_a_lack_of_memory_is_no_damage() -> None:
             crops.decode_region(data, parse_header(data), region, 1, blank)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from(sorted(SAMPLINGS)), st.integers(1, 150), st.integers(1, 150), st.data()), min_size=1, max_size=5))
+def test_several_pictures_together_are_as_each_alone(wanted: list[tuple[str, int, int, st.DataObject]]) -> None:
+    asked, sources, expected = [], [], []
+    for sampling, height, width, data in wanted:
+        encoded = jpeg(height, width, sampling, data.draw(st.sampled_from(intervals(width, sampling))))
+        offsets = restart_offsets(encoded)
+        y, x = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
+        region = y, x, data.draw(st.integers(1, height - y)), data.draw(st.integers(1, width - x))
+        asked.append((open_grid(encoded[: int(offsets[0])], offsets, len(encoded)), region, 1))
+        sources.append(data.draw(st.sampled_from([memoryview(encoded), reading(encoded, lambda *_: None)])))
+        expected.append(assembled(SubJpegs(asked[-1:]), memoryview(encoded))[1])
+    jpegs = SubJpegs(asked)
+    assert list(map(bytes, jpegs.assemble(memoryview(bytearray(jpegs.num_bytes)), sources))) == list(map(bytes, expected))
+
+
 # What is read
 
 
