@@ -95,13 +95,20 @@ class RandomResizedCrop:
     def __call__(self, sample: SampleDict, rng: np.random.Generator) -> SampleDict:
         if "view" not in sample:
             return transformed(self, sample, rng, lambda: "RandomResizedCrop")
-        h, w = sample["image"].shape[:2]
-        flip, out = rng.random() < self.flip, sample.get("out")
-        result = {**sample, "image": _resized(sample["image"], self.size, self.interpolation, None if flip else out)}
+        image, flip, out = sample["image"], rng.random() < self.flip, sample.get("out")
+        h, w = image.shape[:2]
+        result = {**sample}
+        if flip and h * w < math.prod(self.size) and image.dtype == np.uint8 and self.interpolation == "linear":
+            # The smaller one of both is mirrored; the pixels are the same.
+            result["image"] = _resized(cv2.flip(image, 1), self.size, self.interpolation, out)
+        else:
+            resized = _resized(image, self.size, self.interpolation, None if flip else out)
+            result["image"] = _mirrored(resized, True, False, out) if flip else resized
         if "boxes" in sample:
             scale = np.array([self.size[1] / w, self.size[0] / h] * 2)
             result.update(clipped(sample, sample["boxes"] * scale, self.size, self.min_visible))
-        return _flipped(result, flip, False, out)
+            _mirror_boxes(result, self.size, flip, False)
+        return result
 
 
 class RandomCrop:
@@ -297,24 +304,30 @@ def _on_canvas(image: NDArray[Any], size: Size, corner: Size, fill: int) -> NDAr
     return canvas
 
 
-def _flipped(sample: SampleDict, across: bool, down: bool, out: NDArray[Any] | None = None) -> SampleDict:
-    """Mirror image and boxes of `sample`, which is changed; the image in `out`, where it fits."""
-    if not (across or down):
-        return sample
-    image = sample["image"]
-    h, w = image.shape[:2]
-    if image.dtype == np.float16:
-        sample["image"] = np.ascontiguousarray(image[:: -1 if down else 1, :: -1 if across else 1])
-    else:
-        sample["image"] = cv2.flip(image, -1 if across and down else int(across), dst=out)
-    if "boxes" in sample:
-        x0, y0, x1, y1 = sample["boxes"].T
-        if across:
-            x0, x1 = w - x1, w - x0
-        if down:
-            y0, y1 = h - y1, h - y0
-        sample["boxes"] = np.stack((x0, y0, x1, y1), axis=1)
+def _flipped(sample: SampleDict, across: bool, down: bool) -> SampleDict:
+    """Mirror image and boxes of `sample`, which is changed."""
+    if across or down:
+        image = sample["image"]
+        sample["image"] = _mirrored(image, across, down)
+        if "boxes" in sample:
+            _mirror_boxes(sample, image.shape[:2], across, down)
     return sample
+
+
+def _mirrored(image: NDArray[Any], across: bool, down: bool, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """`image` mirrored: in `out`, where OpenCV finds that it fits."""
+    if image.dtype == np.float16:
+        return np.ascontiguousarray(image[:: -1 if down else 1, :: -1 if across else 1])
+    return cv2.flip(image, -1 if across and down else int(across), dst=out)
+
+
+def _mirror_boxes(sample: SampleDict, size: Size, across: bool, down: bool) -> None:
+    x0, y0, x1, y1 = sample["boxes"].T
+    if across:
+        x0, x1 = size[1] - x1, size[1] - x0
+    if down:
+        y0, y1 = size[0] - y1, size[0] - y0
+    sample["boxes"] = np.stack((x0, y0, x1, y1), axis=1)
 
 
 # Arguments

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ SOF0, SOF2 = 0xC0, 0xC2
 # Every frame header but DHT (C4), JPG (C8) and DAC (CC), which share the range.
 _FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _STANDALONE = frozenset((0x01, *range(0xD0, 0xD8)))
+# DHT, DQT, COM and the segments of applications: most of what there is, and nothing in them matters here.
+_SKIPPED = frozenset((0xC4, 0xDB, 0xFE, *range(0xE0, 0xF0))) - {APP1, APP14}
 # A header of more segments than this is an attack on our time, not a picture: ICC profiles take at most 255, and extended XMP
 # reaches this number at 256 MB.
 MAX_SEGMENTS = 4096
@@ -75,9 +78,7 @@ class JpegHeader:
     @property
     def mcu_size(self) -> tuple[int, int]:
         """(width, height) of an MCU in pixels, for a scan of all components. A single component is never interleaved: 8x8."""
-        if len(self.components) == 1:
-            return 8, 8
-        return 8 * max(c.horizontal for c in self.components), 8 * max(c.vertical for c in self.components)
+        return _mcu_size(self.components)
 
     @property
     def mcus(self) -> tuple[int, int]:
@@ -114,6 +115,10 @@ def parse_header(data: bytes | memoryview) -> JpegHeader:
         if pos + 4 > size:
             raise JpegError(f"is cut short: the header ends at byte {size}")
         ff, marker, length = _SEGMENT(data, pos)
+        end = pos + 2 + length
+        if ff == 0xFF and marker in _SKIPPED and length >= 2 and end <= size:
+            pos = end
+            continue
         if ff != 0xFF:
             raise JpegError(f"has {ff:02X} at byte {pos}, where a marker was expected")
         if marker == 0xFF:  # a fill byte
@@ -124,7 +129,6 @@ def parse_header(data: bytes | memoryview) -> JpegHeader:
             continue
         if marker in (SOI, EOI):
             raise JpegError(f"ends with marker FF {marker:02X} at byte {pos}, before any scan")
-        end = pos + 2 + length
         if end > size or length < 2:
             raise JpegError(f"is cut short: segment FF {marker:02X} at byte {pos} ends at byte {end} of {size}")
         if marker == APP1:
@@ -161,13 +165,24 @@ def _frame(data: bytes | memoryview, pos: int) -> tuple[int, int, int, tuple[Com
         raise JpegError(f"has an incomplete frame header at byte {pos}")
     if not (width and height and count):
         raise JpegError(f"says {width}x{height} pixels in {count} components")
-    components = []
-    for p in range(pos + 10, pos + 10 + 3 * count, 3):
-        horizontal, vertical = data[p + 1] >> 4, data[p + 1] & 15
+    components = _components(bytes(data[pos + 10 : pos + 10 + 3 * count]))
+    for _, horizontal, vertical in components:
         if not (1 <= horizontal <= 4 and 1 <= vertical <= 4):
             raise JpegError(f"has sampling factors {horizontal}x{vertical}, which are 1 to 4, in the frame header at byte {pos}")
-        components.append(Component(data[p], horizontal, vertical))
-    return width, height, precision, tuple(components)
+    return width, height, precision, components
+
+
+@lru_cache(64)
+def _components(data: bytes) -> tuple[Component, ...]:
+    """Of three bytes each."""
+    return tuple(Component(number, factors >> 4, factors & 15) for number, factors in zip(data[::3], data[1::3], strict=True))
+
+
+@lru_cache(64)
+def _mcu_size(components: tuple[Component, ...]) -> tuple[int, int]:
+    if len(components) == 1:
+        return 8, 8
+    return 8 * max(c.horizontal for c in components), 8 * max(c.vertical for c in components)
 
 
 def restart_interval(width: int, subsampling: str) -> int:

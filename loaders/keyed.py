@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -17,17 +18,27 @@ def rekey(bits: np.random.Philox, seed: int, epoch: int, index: int) -> None:
     Layout: key words (seed, epoch), counter words (0, 0, 0, index), each modulo 2**64. The counter runs from its first word, so streams
     never meet.
     """
-    bits.state = {
-        "bit_generator": "Philox",
-        "state": {
-            "counter": np.array([0, 0, 0, index & _MASK], np.uint64),
-            "key": np.array([seed & _MASK, epoch & _MASK], np.uint64),
-        },
-        "buffer": np.zeros(4, np.uint64),
-        "buffer_pos": 4,
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
+    state = _fresh.state
+    state["state"]["counter"][3] = index & _MASK
+    state["state"]["key"][:] = seed & _MASK, epoch & _MASK
+    bits.state = state  # type: ignore[assignment]  # its own stub takes a TypedDict of lists; copied
+
+
+class _State(threading.local):
+    """Each thread's state of a generator that has drawn nothing: making a new one takes longer than a draw."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {
+            "bit_generator": "Philox",
+            "state": {"counter": np.zeros(4, np.uint64), "key": np.zeros(2, np.uint64)},
+            "buffer": np.zeros(4, np.uint64),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+
+
+_fresh = _State()
 
 
 class KeyedRandom:

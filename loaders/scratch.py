@@ -1,4 +1,4 @@
-"""Memory that pictures are read and decoded into, kept per thread. Fresh memory for 36 MB costs half as much as the decode that fills it."""
+"""Memory for reading and decoding pictures, kept per thread. Fresh memory for 36 MB costs half as much as the decode that fills it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _WHOLE_BYTES = 1 << 17
 
 
 class _Part(NamedTuple):
-    """Where a sample's "image" or "json" (`name`) lies in its shard, in bytes."""
+    """Where a sample's "image" or "json" (`name`) lies in its shard, in bytes; `height`, `width` of the image in pixels."""
 
     position: int
     name: str
@@ -38,6 +38,8 @@ class _Part(NamedTuple):
     offset: int
     size: int
     crc32: int
+    height: int
+    width: int
 
 
 def image_part(data: bytes | memoryview) -> ImagePart | None:
@@ -171,9 +173,9 @@ class ShardDataset(PackedDataset):
             head = np.empty(head_size, np.uint8).data
             self._read(part, [head], 0, head_size)
         grid = open_grid(head, cells, part.size)
-        if (grid.header.height, grid.header.width) != self._size(part.position):
-            found = grid.header.height, grid.header.width
-            raise JpegError(f"says (height, width) {found}, the index says {self._size(part.position)}")
+        found, size = (grid.header.height, grid.header.width), (part.height, part.width)
+        if found != size:
+            raise JpegError(f"says (height, width) {found}, the index says {size}")
         return grid, source
 
     def _cells_view(self, position: int, jpeg: SubJpeg, data: memoryview) -> View:
@@ -224,7 +226,7 @@ class ShardDataset(PackedDataset):
         """Where "image" or "json" of these samples lie. Refuses a row of a damaged index, before it asks for another shard's bytes, or for
         more memory than there is."""
         rows = self._index.samples[positions]
-        columns = (rows[column].tolist() for column in ("shard", f"{name}_offset", f"{name}_size", f"{name}_crc32"))
+        columns = (rows[column].tolist() for column in ("shard", f"{name}_offset", f"{name}_size", f"{name}_crc32", "height", "width"))
         parts = [_Part(position, name, *values) for position, *values in zip(positions, *columns, strict=True)]
         for part, shard in zip(parts, self._index.shards_of(positions).tolist(), strict=True):
             end = part.offset + part.size
