@@ -24,6 +24,9 @@ class BatchSource(Protocol):
 
     `load`, `gather` and `gather_ragged` are called by several threads at a time. They raise `loaders.dataset.SampleError` for a sample
     that cannot be read; whatever they raise reaches the consumer at that batch.
+
+    One that has ``only_copies = True`` says that `gather` decodes nothing: small batches are then gathered several at a time, and the
+    indices ascend within each of them only.
     """
 
     @property
@@ -65,6 +68,11 @@ BATCH_SOURCE = ("task", "transform", "fingerprint", "__len__", "load", "batch_fi
 """The names of `BatchSource`."""
 
 
+def gathers(ds: BatchSource, collate: object) -> bool:
+    """Whether batches come by the data set's `gather`, and not sample by sample."""
+    return isinstance(collate, Collate) and ds.transform is None
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
     """``maker(number)`` makes one rank's batch of an epoch, from `part` alone: any thread, any time, the same batch.
@@ -91,14 +99,9 @@ class BatchMaker:
         indices, _, valid = self.part.batches(numbers)
         return [self._finished(*each) for each in zip(self._gathered(indices.ravel(), len(numbers)), valid, strict=True)]
 
-    @property
-    def gathers(self) -> bool:
-        """Whether batches come by the data set's `gather`, and not sample by sample."""
-        return isinstance(self.collate, Collate) and self.ds.transform is None
-
     def _made(self, number: int) -> Batch:
         indices, places, valid = self.part.batch(number)
-        if self.gathers:
+        if gathers(self.ds, self.collate):
             [batch] = self._gathered(indices, 1)
         else:
             # Rows that only pad have the place of the sample that they repeat.
@@ -122,11 +125,10 @@ class BatchMaker:
         """`count` batches of equal size that follow each other in `indices`."""
         slot = self.slots.take(self.ds.batch_fields(), len(indices))
         used = self.ds.gather(indices, slot.arrays)
-        size = len(indices) // count
-        whole = {name: tensor.split(size) for name, tensor in self._lent(slot).items()}
-        batches = [{name: parts[i] for name, parts in whole.items()} for i in range(count)]
+        batches = self._lent(slot, count)
         if self.ds.task == "detection":
             assert isinstance(self.collate, Collate)
+            size = len(indices) // count
             for i, batch in enumerate(batches):
                 batch.update(self.collate.ragged(*self.ds.gather_ragged(used[i * size : (i + 1) * size])))
         return batches
@@ -161,7 +163,8 @@ class BatchMaker:
                 slot.arrays["image"][row] = image
             others.append(to_tensors({name: value for name, value in sample.items() if name != "image"}))
         assert slot is not None  # a batch has at least one sample
-        return {**self._lent(slot), **collate(others)}
+        [batch] = self._lent(slot)
+        return {**batch, **collate(others)}
 
     def _loaded(self, keys: list[tuple[int, int]], out: Callable[[int], NDArray[Any] | None] | None = None) -> Iterator[dict[str, Any]]:
         if isinstance(self.ds, PackedDataset):
@@ -169,10 +172,11 @@ class BatchMaker:
         many = getattr(self.ds, "load_many", None)
         return (self.ds.load(*key) for key in keys) if many is None else many(keys)
 
-    def _lent(self, slot: Slot) -> Batch:
-        batch: Batch = dict(self.slots.lend(slot))
-        batch["image"] = batch["image"].permute(0, 3, 1, 2)
-        return batch
+    def _lent(self, slot: Slot, count: int = 1) -> list[Batch]:
+        batches: list[Batch] = [dict(batch) for batch in self.slots.lend(slot, count)]
+        for batch in batches:
+            batch["image"] = batch["image"].permute(0, 3, 1, 2)
+        return batches
 
 
 def _image(sample: dict[str, Any]) -> NDArray[Any]:

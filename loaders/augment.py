@@ -99,7 +99,7 @@ class RandomResizedCrop:
         h, w = image.shape[:2]
         result = {**sample}
         if flip and h * w < math.prod(self.size) and image.dtype == np.uint8 and self.interpolation == "linear":
-            # The smaller one of both is mirrored; the pixels are the same.
+            # The smaller one of both is mirrored. The pixels are the same, or a level of rounding apart where OpenCV's weights are.
             result["image"] = _resized(cv2.flip(image, 1), self.size, self.interpolation, out)
         else:
             resized = _resized(image, self.size, self.interpolation, None if flip else out)

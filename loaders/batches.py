@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 from loaders.arguments import function, whole
-from loaders.assemble import BATCH_SOURCE, Batch, BatchMaker, BatchSource
+from loaders.assemble import BATCH_SOURCE, Batch, BatchMaker, BatchSource, gathers
 from loaders.batch_transforms import begin_epoch
 from loaders.collate import Collate, collate_list
 from loaders.engine import Ordered
@@ -51,7 +51,7 @@ class BatchLoader:
         shuffle: False takes the samples as stored.
         seed: of the order.
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
-            ranks. Batches of small images of a memmap are made several at a time, 16 MiB of them.
+            ranks. Batches of small images of a memmap are made several at a time, 16 MiB of them, which are freed together.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.
         collate: for boxes: one of `loaders.collate` (default `collate_list`); or ``collate(samples) -> dict`` for anything else, called
@@ -108,11 +108,10 @@ class BatchLoader:
         self._running: weakref.ref[_Iterator] | None = None
 
     def _run(self) -> int:
-        """Batches that are made at a time."""
-        fields = self.ds.batch_fields()
-        if self.ds.transform is not None or not isinstance(self.collate, Collate) or not getattr(self.ds, "only_copies", False):
+        """Batches that are made at a time: one, where that is more than to copy."""
+        if self.batch_transform is not None or not gathers(self.ds, self.collate) or not getattr(self.ds, "only_copies", False):
             return 1
-        shape, dtype = fields["image"]
+        shape, dtype = self.ds.batch_fields()["image"]
         return max(1, RUN_BYTES // (math.prod(shape) * dtype.itemsize * self.batch_size))
 
     @property
@@ -120,7 +119,7 @@ class BatchLoader:
         return self.workers + 2
 
     def _check_images(self) -> None:
-        if self.ds.transform is None and isinstance(self.collate, Collate) and "image" not in self.ds.batch_fields():
+        if gathers(self.ds, self.collate) and "image" not in self.ds.batch_fields():
             raise ValueError(
                 "the images differ in size and cannot be stacked to batches: pack with `pack build --resize W,H` (the memmap layout needs "
                 "that anyway), open the data set with a transform that gives one size, or pass a collate(samples) of your own"

@@ -57,7 +57,7 @@ class Grid:
     """A JPEG's cells. `head`: the bytes before the first entropy-coded one. `offsets`: see `loaders.jpeg.restart_offsets`. `num_bytes`:
     length of the whole JPEG. `rows`, `columns`: how many cells. `cell_height`, `cell_width`: pixels."""
 
-    head: bytes | memoryview
+    head: bytes | bytearray | memoryview
     header: JpegHeader
     offsets: NDArray[np.uint32]
     num_bytes: int
@@ -67,7 +67,7 @@ class Grid:
     cell_width: int
 
 
-def open_grid(head: bytes | memoryview, offsets: NDArray[np.uint32], num_bytes: int) -> Grid:
+def open_grid(head: bytes | bytearray | memoryview, offsets: NDArray[np.uint32], num_bytes: int) -> Grid:
     """Read the header `head` and compare the number of cells with its size. Costs a few microseconds for any number of cells.
 
     Raises:
@@ -86,7 +86,8 @@ def open_grid(head: bytes | memoryview, offsets: NDArray[np.uint32], num_bytes: 
 
 
 class SubJpeg:
-    """The smaller JPEG that holds a region (which must lie inside the picture) at 1/`scale` (1, 2, 4 or 8) of its size; see `SubJpegs`.
+    """The smaller JPEG that holds a region (which must lie inside the picture) at 1/`scale` (1, 2, 4 or 8) of its size. Where its bytes
+    lie, `SubJpegs` works out.
 
     `num_bytes`: its length. `height`, `width`: pixels at full scale. `y`, `x`: where its region begins in the stored picture: the region's
     corner, or for a scaled one the last multiple of `scale` before it.

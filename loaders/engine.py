@@ -56,8 +56,12 @@ class _Work(Generic[T]):
     def __call__(self, number: int) -> list[T | _Failure]:
         items = range(number * self.run, min((number + 1) * self.run, self.total))
         if self.make_run is not None and len(items) > 1:
-            with contextlib.suppress(Exception):  # which of them it was, and those before it, come out below
+            try:
                 return list(self.make_run(items))
+            except Exception:
+                pass  # which of them it was, and those before it, come out below
+            except BaseException as e:
+                return [_Failure(e)]
         made: list[T | _Failure] = []
         for item in items:
             try:
@@ -71,7 +75,7 @@ class _Work(Generic[T]):
 class _Shared(Generic[T]):
     """What producers and consumer share; the numbers are those of runs. Every attribute but `stopped` is changed under `lock` only."""
 
-    def __init__(self, work: Callable[[int], list[T | _Failure]], total: int, ahead: int) -> None:
+    def __init__(self, work: _Work[T], total: int, ahead: int) -> None:
         self.work, self.total, self.ahead = work, total, ahead
         # Reentrant: the garbage collector may finalise an `Ordered` inside any of our own critical sections.
         self.lock = threading.RLock()
@@ -124,9 +128,9 @@ class _Shared(Generic[T]):
     def _watch(self, number: int) -> None:
         maker = self.makers.get(number)
         if maker is not None and not maker.is_alive():
-            raise RuntimeError(f"the thread {maker.name} died while it made item {number}")
+            raise RuntimeError(f"the thread {maker.name} died while it made item {number * self.work.run}")
         if not any(thread.is_alive() for thread in self.threads):
-            raise RuntimeError(f"no producer thread is alive to make item {number}")
+            raise RuntimeError(f"no producer thread is alive to make item {number * self.work.run}")
 
     def stop(self) -> None:
         self.stopped = True  # before the lock: it holds even where an interrupt ends the rest

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaders.arguments import whole
-from loaders.sampling import ORDER_VERSION, STORED_ORDER, WEIGHTS_MARK, Order, Remainder, SampleOrder, State, batches_rows, num_batches
+from loaders.sampling import ORDER_VERSION, STORED_ORDER, WEIGHTS_MARK, Order, Remainder, SampleOrder, State, num_batches, rows_of_batches
 from loaders.weighted import WEIGHTED_VERSION, WeightedOrder, Weights, weight_table
 
 
@@ -36,8 +36,8 @@ class EpochPart:
     samples_seen: int
 
     def batches(self, numbers: range) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Indices, places in the order, validity of consecutive batches, as `loaders.sampling.batches_rows` gives them."""
-        return batches_rows(self.order, numbers, self.batch_size, self.rank, self.world_size, self.remainder, self.samples_seen)
+        """Indices, places in the order, validity of consecutive batches, as `loaders.sampling.rows_of_batches` gives them."""
+        return rows_of_batches(self.order, numbers, self.batch_size, self.rank, self.world_size, self.remainder, self.samples_seen)
 
     def batch(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """The same of one batch, [B] each."""

@@ -99,7 +99,7 @@ class JpegHeader:
         return (rows, per_row // interval) if whole and interval and per_row % interval == 0 else (0, 0)
 
 
-def parse_header(data: bytes | memoryview) -> JpegHeader:
+def parse_header(data: bytes | bytearray | memoryview) -> JpegHeader:
     """Read the segments up to the first scan. Takes a few microseconds; reads no pixel data.
 
     Raises:
@@ -152,13 +152,13 @@ def parse_header(data: bytes | memoryview) -> JpegHeader:
     raise JpegError(f"has more than {MAX_SEGMENTS} segments before its first scan")
 
 
-def _after_fill(data: bytes | memoryview, pos: int) -> int:
+def _after_fill(data: bytes | bytearray | memoryview, pos: int) -> int:
     """The position of the last FF of a run that begins at `pos`."""
     run = bytes(data[pos : pos + 65536])
     return pos + max(1, len(run) - len(run.lstrip(b"\xff")) - 1)
 
 
-def _frame(data: bytes | memoryview, pos: int) -> tuple[int, int, int, tuple[Component, ...]]:
+def _frame(data: bytes | bytearray | memoryview, pos: int) -> tuple[int, int, int, tuple[Component, ...]]:
     """Width, height, precision and components of the frame header at `pos`, whose segment is known to lie inside the data."""
     length, precision, height, width, count = _SOF(data, pos + 2) if _U16(data, pos + 2)[0] >= 8 else (0, 0, 0, 0, 0)
     if length < 8 + 3 * count:

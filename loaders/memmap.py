@@ -135,13 +135,12 @@ class MemmapDataset(PackedDataset):
             return
         positions = self._index.positions(used)
         runs = self._index.runs(positions)
-        opened = {shard: self._images_for(shard, out) for shard in {shard for shard, _, _ in runs}}
         # Views of all pieces by two calls: several small batches at a time have many.
         shards, lengths = [shard for shard, _, _ in runs], [last - first for _, first, last in runs]
         rows = torch.split_with_sizes(torch.from_numpy(positions - self._index.shard_starts[shards].repeat(lengths)), lengths)
         slots = torch.split_with_sizes(torch.from_numpy(out.reshape(len(out), -1)), lengths)
         for (shard, first, last), chosen, slot in zip(runs, rows, slots, strict=True):
-            images = opened[shard]
+            images = self._images_for(shard, out)
             if images is not None:
                 torch.index_select(images.rows, 0, chosen, out=slot)
                 continue

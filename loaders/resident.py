@@ -153,15 +153,14 @@ class DeviceDataset:
         at_a_time = max(1, ROWS_AHEAD // part.batch_size)
         for first in range(0, count, at_a_time):
             numbers = range(first, min(first + at_a_time, count))
-            rows = [part.batch(n) for n in numbers]
-            indices = self._moved(torch.from_numpy(np.stack([used for used, _, _ in rows])))
-            valid = self._moved(torch.from_numpy(np.stack([real for _, _, real in rows])))
-            for j in range(len(rows)):
+            used, _, real = part.batches(numbers)
+            indices, valid = (self._moved(torch.from_numpy(rows)) for rows in (used, real))
+            for j in range(len(numbers)):
                 if iteration != self._iteration:
                     raise RuntimeError(
                         "this iterator was ended: the DeviceDataset was moved to another epoch or state, or iterated anew (one at a time)"
                     )
-                batch = self._batch(rows[j][0], indices[j])
+                batch = self._batch(used[j], indices[j])
                 if part.remainder == "pad":
                     batch["valid"] = valid[j]
                 if self.batch_transform is not None:
@@ -183,7 +182,8 @@ class DeviceDataset:
         slot = self._slots.take(self.ds.batch_fields(), len(indices))  # fresh memory would cost more than the gather
         for name, whole in self._fields.items():
             torch.index_select(whole, 0, indices, out=torch.from_numpy(slot.arrays[name]))
-        return dict(self._slots.lend(slot))
+        [batch] = self._slots.lend(slot)
+        return dict(batch)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

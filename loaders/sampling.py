@@ -2,7 +2,7 @@
 
     permutation(n, seed, *labels)     a shuffle that is the same on every platform and NumPy release
     Order(n, seed, epoch)[a:b]        samples a..b of an epoch, without computing the rest of it
-    num_batches, batches_rows         how an epoch is cut into batches and split over ranks
+    num_batches, rows_of_batches      how an epoch is cut into batches and split over ranks
     State                             where in which epoch training stands
     shuffle_quality                   how well an order mixes
 
@@ -189,7 +189,7 @@ def num_batches(num_samples: int, batch_size: int, world_size: int, remainder: R
     return left // size if remainder == "drop" else -(-left // size)
 
 
-def batches_rows(
+def rows_of_batches(
     order: SampleOrder, numbers: range, batch_size: int, rank: int, world_size: int, remainder: Remainder, samples_seen: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """The samples of one rank's batches, R of them.

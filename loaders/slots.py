@@ -74,14 +74,18 @@ class Slots(ForkAware):
                     return slot
         return Slot(fields, rows, self.pinned)
 
-    def lend(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Tensors over a filled slot's arrays. When the last of them (and of their views) is gone, the slot may be taken again."""
+    def lend(self, slot: Slot, count: int = 1) -> list[dict[str, torch.Tensor]]:
+        """Tensors over a filled slot's arrays, cut into `count` batches of equal size. When the last of them (and of their views) is gone,
+        the slot may be taken again."""
+        size = slot.rows // count
+        cuts = [slice(i * size, (i + 1) * size) for i in range(count)]
         if self.pinned:
-            return slot.pinned
-        tensors = {name: torch.from_numpy(array) for name, array in slot.arrays.items()}
+            return [{name: tensor[cut] for name, tensor in slot.pinned.items()} for cut in cuts]
+        # Cut before they are tensors: each has a storage and a version of its own.
+        batches = [{name: torch.from_numpy(array[cut]) for name, array in slot.arrays.items()} for cut in cuts]
         with self.lock:
             self._ring.append(slot)
-        return tensors
+        return batches
 
     def clear(self) -> None:
         """Forget all slots; tensors that are held keep their memory."""

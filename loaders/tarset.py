@@ -27,6 +27,8 @@ from loaders.regions import Region, SampleDict, Size, View
 _MIN_BUFFER = 1 << 18
 _WHOLE_BYTES = 1 << 17
 """A picture of no more is read in one go, though only some of its cells are needed: to copy 100 kB takes as long as a second call."""
+_TOGETHER_BYTES = 1 << 26
+"""Fewer pictures than usual are under way at a time where they are larger than this in all."""
 
 
 class _Part(NamedTuple):
@@ -57,8 +59,8 @@ class ShardDataset(PackedDataset):
 
     Image bytes are read with `os.preadv`, never mapped: a file that is cut short while training gives a `SampleError`, and so does one
     that has another size than the manifest says when it is opened. A deleted file that is open can still be read. Of a JPEG with a
-    restart grid only the cells that a transform's `region` needs are read and decoded; of any other baseline JPEG no row below the
-    region is decoded; what else there is, is decoded whole and cut: all with the same result.
+    restart grid only the cells that a transform's `region` needs are decoded, and read where it has over 128 KiB; of any other baseline
+    JPEG no row below the region is decoded; what else there is, is decoded whole and cut: all with the same result.
     """
 
     layout: ClassVar[Layout] = "tar"
@@ -142,9 +144,12 @@ class ShardDataset(PackedDataset):
         """Of crop-decodable JPEGs the bytes are read, and ready for the decoder. Raises JpegError or SampleError, for any of them."""
         views: list[Callable[[], View]] = [partial(self._whole_view, *each) for each in wanted]
         found = [(number, cells) for number, (position, _, _) in enumerate(wanted) if (cells := self._index.cells(position)) is not None]
-        parts = self._parts([wanted[number][0] for number, _ in found], "image")
-        if not parts:
+        if not found:
             return views
+        parts = self._parts([wanted[number][0] for number, _ in found], "image")
+        if len(wanted) > 1 and sum(part.size for part in parts) > _TOGETHER_BYTES:
+            half = len(wanted) // 2
+            return [*self._begin_together(wanted[:half]), *self._begin_together(wanted[half:])]
         # Each picture of a batch of small ones is read as a whole; all lie in memory that was used before.
         at_once = [part.size if part.size <= _WHOLE_BYTES or self.check_crc else 0 for part in parts]
         memory = self._scratch.blank((sum(at_once),), "pictures").data
@@ -167,11 +172,11 @@ class ShardDataset(PackedDataset):
         source: memoryview | Reading
         if place:
             source = self._read_part(part, place)
-            head = source[:head_size]
+            head: bytes | bytearray = bytes(source[:head_size])  # kept longer than the rest
         else:
             source = Reading(partial(self._read, part), partial(self._expect, part))
-            head = np.empty(head_size, np.uint8).data
-            self._read(part, [head], 0, head_size)
+            head = bytearray(head_size)
+            self._read(part, [memoryview(head)], 0, head_size)
         grid = open_grid(head, cells, part.size)
         found, size = (grid.header.height, grid.header.width), (part.height, part.width)
         if found != size:

@@ -103,7 +103,7 @@ def bench(root: Path, split: str, batch_size: int, seconds: float, size: int | N
     ds: PackedDataset = kind(root, split)
     if not 1 <= batch_size <= len(ds):
         raise UsageError(f"--batch-size is {batch_size}, expected 1 to {len(ds):,}, the samples of the split {split!r}")
-    transform, words = _transform(ds, size)
+    transform, words = transform_for(ds, size)
     ds = kind(root, split, transform=transform)
     progress("rates of the machine and the data")
     each = seconds * SHARE_FOR_RATES / 4
@@ -148,7 +148,8 @@ def _class(layout: str) -> type[MemmapDataset] | type[ShardDataset]:
     return MemmapDataset if layout == "memmap" else ShardDataset
 
 
-def _transform(ds: PackedDataset, size: int | None) -> tuple[Transform | None, str]:
+def transform_for(ds: PackedDataset, size: int | None) -> tuple[Transform | None, str]:
+    """What pictures go through while loading, and that in words; see `bench` for `size`."""
     if size is None and ds.image_size() is not None:
         return None, "none"
     given = f" (--size {size})" if size is not None else " (the pictures differ in size; --size takes another)"

@@ -181,6 +181,23 @@ def boxes_of(*boxes: tuple[float, float, float, float]) -> dict[str, Any]:
 
 
 @settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 400),
+    st.integers(1, 400),
+    st.sampled_from([7, 64, 97, 224, 299, 331]),
+    st.sampled_from([7, 224, 331]),
+    st.integers(0, 99),
+)
+def test_a_mirrored_crop_is_the_mirror_of_the_crop(height: int, width: int, new_height: int, new_width: int, seed: int) -> None:
+    """But for rounding, whichever of the two is mirrored, before or after it is resized."""
+    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    plain, mirrored = (
+        RandomResizedCrop((new_height, new_width), flip=flip)({"image": image}, np.random.default_rng(seed))["image"] for flip in (0.0, 1.0)
+    )
+    assert (np.abs(mirrored.astype(int) - plain[:, ::-1]) <= 1).all()
+
+
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_keep_box_always_keeps_one(data: st.DataObject) -> None:
     height, width = data.draw(st.integers(2, 500)), data.draw(st.integers(2, 500))

@@ -567,6 +567,30 @@ def test_runs_change_nothing(rank: int, remainder: Remainder, monkeypatch: pytes
         same_batch(batch, other)
 
 
+def test_batches_of_a_run_share_no_storage_nor_version() -> None:
+    ds = MemoryDataset(40)
+    ds.only_copies = True
+    first, second = islice(iter(BatchLoader(ds, 4, workers=0)), 2)
+    assert len(ds.calls) == 1
+    assert first["image"].untyped_storage().nbytes() == first["image"].numel()
+    version = second["image"]._version
+    first["image"].add_(1)
+    assert second["image"]._version == version
+
+
+def test_batches_that_are_changed_are_made_one_by_one() -> None:
+    """A run of them could need any amount of memory and time."""
+    ds = MemoryDataset(400)
+    ds.only_copies = True
+    changed: list[int] = []
+    loader = BatchLoader(ds, 4, workers=2, batch_transform=lambda batch: changed.append(1) or batch)
+    with loader:
+        batches = iter(loader)
+        next(batches)
+        assert len(changed) <= 1 + 2 + 2 + 2  # given, in the making, ahead
+    assert {len(call) for call in ds.calls} == {4}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_run_comes_at_its_batch(workers: int) -> None:
     ds = MemoryDataset(40)

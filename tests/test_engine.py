@@ -84,6 +84,18 @@ def test_runs_of_items(total: int, workers: int, ahead: int, run: int, failing: 
     assert producer_threads() == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_error_of_a_run_is_lost(workers: int) -> None:
+    def make_run(_: range) -> list[int]:
+        raise SystemExit(3)
+
+    items = Ordered(square, 10, workers, 2, 4, make_run)
+    with pytest.raises(SystemExit, match="3"):
+        next(items)
+    with pytest.raises(RuntimeError, match="ended by an error"):
+        next(items)
+
+
 def test_closed_within_a_run() -> None:
     items = Ordered(square, 10, 1, 2, 4)
     assert [next(items), next(items), len(items)] == [0, 1, 8]

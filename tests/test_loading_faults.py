@@ -420,6 +420,7 @@ def test_few_open_files_suffice_and_a_lack_of_them_replaces_nothing(tmp_path: Pa
         for _ in range(2):
             for ds in sets:
                 assert batches(2)(ds) == list(range(60))
+                assert ds.gather(range(60), {"image": np.empty((60, 12, 16, 3), np.uint8)}).tolist() == list(range(60))
         ds = sets[0]
         for each in sets:
             each._shards.clear()

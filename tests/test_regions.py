@@ -20,6 +20,7 @@ from loaders.batches import BatchLoader
 from loaders.dataset import PackedDataset, SampleError
 from loaders.format import index_path
 from loaders.handles import OpenFile
+from loaders.jpeg import parse_header
 from loaders.memmap import MemmapDataset
 from loaders.regions import transformed
 from loaders.scratch import Scratch
@@ -125,18 +126,27 @@ class Mosaic(Recording):
     """Loads other samples of `ds` while those around its own are under way."""
 
     ds: PackedDataset
+    inner = False
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         sample = super().__call__(sample, rng)
-        others = self.ds.load_many([((sample["index"] + k) % len(self.ds), 7) for k in (1, 2)])
-        return {**sample, "others": [int(other["image"].sum()) for other in others]}
+        if self.inner:
+            return sample
+        self.inner = True
+        others = [int(other["image"].sum()) for other in self.ds.load_many([((sample["index"] + k) % len(self.ds), 7) for k in (1, 2)])]
+        self.inner = False
+        return {**sample, "others": others}
 
 
-@pytest.mark.parametrize("kind", ["regions", "plain", "mosaic"])
-def test_many_are_as_one_by_one(packed: Packed, kind: str) -> None:
-    transform = Mosaic() if kind == "mosaic" else Recording()
+@pytest.mark.parametrize("kind", ["regions", "plain", "mosaic", "mosaic of itself"])
+def test_many_are_as_one_by_one(packed: Packed, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "mosaic of itself":  # not all at a time
+        monkeypatch.setattr("loaders.tarset._TOGETHER_BYTES", 12_000)
+    transform = Mosaic() if "mosaic" in kind else Recording()
     transform.ds = open_set(packed, transform=Recording())
     ds = open_set(packed, transform=transform if kind != "plain" else lambda sample, rng: {**sample, "noise": int(rng.integers(1 << 40))})
+    if kind == "mosaic of itself":
+        transform.ds = ds
     keys = [(int(i), epoch) for epoch in (3, None) for i in np.random.default_rng(0).integers(-len(ds), len(ds), 9)]
     expected = [ds.load(*key) for key in keys]
     for one, other in zip(expected, ds.load_many(keys), strict=True):
@@ -145,10 +155,10 @@ def test_many_are_as_one_by_one(packed: Packed, kind: str) -> None:
         same(one, other)
 
 
-@pytest.mark.parametrize("damage", ["entropy-coded", "markers", "cut short"])
+@pytest.mark.parametrize("damage", ["entropy-coded", "markers", "cut short", "header", "checksum", "row"])
 def test_damage_among_many_is_told_in_its_place(tmp_path: Path, damage: str) -> None:
     packed = write_packed(tmp_path / "out", counts=(10,), grid=(True,), sizes=((97, 131),))
-    ds = ShardDataset(packed.root, transform=Sized((0, 0, 97, 131), None))
+    ds = ShardDataset(packed.root, transform=Sized((0, 0, 97, 131), None), check_crc=damage == "checksum")
     good = [ds.load(i) for i in range(10)]
     bad = 9 if damage == "cut short" else 6
     row, cells = ds._index.samples[bad], ds._index.cells(bad)
@@ -157,6 +167,14 @@ def test_damage_among_many_is_told_in_its_place(tmp_path: Path, damage: str) -> 
     with packed.shard(0).open("r+b") as shard:  # the same file, which is open already
         if damage == "cut short":
             shard.truncate(at)
+        elif damage == "header":
+            shard.seek(int(row["image_offset"]) + parse_header(ds.encoded(bad)).sof_offset + 6)
+            shard.write(b"\x60")  # one pixel less in height, and as many rows of cells
+        elif damage == "row":
+            rows = np.load(packed.root / "index/train/samples.npy")
+            rows["image_offset"][bad] = 1 << 40
+            np.save(packed.root / "index/train/samples.npy", rows)
+            ds = ShardDataset(packed.root, transform=ds.transform)
         else:
             shard.seek(at - 2 if damage == "markers" else at)
             shard.write(b"\xff\xda" if damage == "markers" else b"\xff\xd9" * 4)
@@ -167,8 +185,9 @@ def test_damage_among_many_is_told_in_its_place(tmp_path: Path, damage: str) -> 
         next(many)
 
 
-def test_a_damaged_one_of_many_is_replaced_as_one_by_one(tmp_path: Path) -> None:
-    packed = write_packed(tmp_path / "out", counts=(10,), grid=(True,), sizes=((97, 131),))
+@pytest.mark.parametrize(("parts", "grid"), [(("jpg",), (True,)), (("png", "jpg", "jpg"), (True, True, False))])
+def test_a_damaged_one_of_many_is_replaced_as_one_by_one(tmp_path: Path, parts: tuple[str, ...], grid: tuple[bool, ...]) -> None:
+    packed = write_packed(tmp_path / "out", counts=(10,), grid=grid, parts=parts, sizes=((97, 131), (64, 80)))
     row = ShardDataset(packed.root)._index.samples[4]
     data, start = bytearray(packed.shard(0).read_bytes()), int(row["image_offset"])
     data[start + int(row["image_size"]) // 2 : start + int(row["image_size"])] = bytes(int(row["image_size"]) - int(row["image_size"]) // 2)

@@ -14,11 +14,11 @@ from loaders.sampling import (
     Order,
     Remainder,
     State,
-    batches_rows,
     hash_key,
     hashes,
     num_batches,
     permutation,
+    rows_of_batches,
     shuffle_quality,
 )
 
@@ -176,11 +176,11 @@ def test_ranks_are_disjoint_and_complete(
     total = num_batches(n, batch_size, world_size, remainder, seen)
     got: list[int] = []
     arguments = batch_size, world_size - 1, world_size, remainder, seen
-    several = batches_rows(order, range(total), *arguments) if total else ()
+    several = rows_of_batches(order, range(total), *arguments) if total else ()
     for number in range(total):
         step: list[int] = []
         for rank in range(world_size):
-            (indices,), _, (valid,) = batches_rows(order, range(number, number + 1), batch_size, rank, world_size, remainder, seen)
+            (indices,), _, (valid,) = rows_of_batches(order, range(number, number + 1), batch_size, rank, world_size, remainder, seen)
             assert len(indices) == len(valid) == batch_size
             assert (np.diff(indices) >= 0).all()
             assert (indices[~valid] == order[:][-1]).all()
@@ -188,7 +188,7 @@ def test_ranks_are_disjoint_and_complete(
         # A step of all ranks is the next part of the order, whatever its split.
         assert sorted(step) == sorted(order[:][seen + len(got) : seen + len(got) + batch_size * world_size].tolist())
         got += step
-        for each, (one,) in zip(several, batches_rows(order, range(number, number + 1), *arguments), strict=True):
+        for each, (one,) in zip(several, rows_of_batches(order, range(number, number + 1), *arguments), strict=True):
             assert np.array_equal(each[number], one)
     left = n - seen
     assert len(set(got)) == len(got)
@@ -197,10 +197,10 @@ def test_ranks_are_disjoint_and_complete(
 
 def test_padding_repeats_the_last_sample() -> None:
     order = Order(5, 0, 0, shuffle=False)
-    (first,), _, (valid,) = batches_rows(order, range(1), 4, 1, 2, "pad")
+    (first,), _, (valid,) = rows_of_batches(order, range(1), 4, 1, 2, "pad")
     assert first.tolist() == [4, 4, 4, 4]
     assert valid.tolist() == [True, False, False, False]
-    (surplus,), _, (none_valid,) = batches_rows(order, range(1), 4, 2, 3, "pad")
+    (surplus,), _, (none_valid,) = rows_of_batches(order, range(1), 4, 2, 3, "pad")
     assert surplus.tolist() == [4, 4, 4, 4]
     assert not none_valid.any()
 
@@ -208,9 +208,9 @@ def test_padding_repeats_the_last_sample() -> None:
 @pytest.mark.parametrize(("number", "rank"), [(2, 0), (-1, 0), (0, 2), (0, -1)])
 def test_there_is_no_batch_outside_the_epoch(number: int, rank: int) -> None:
     with pytest.raises(IndexError, match="out of range"):
-        batches_rows(Order(8, 0, 0), range(number, number + 1), 2, rank, 2, "drop")
+        rows_of_batches(Order(8, 0, 0), range(number, number + 1), 2, rank, 2, "drop")
     with pytest.raises(IndexError, match="out of range"):
-        batches_rows(Order(8, 0, 0), range(1, 3), 2, 0, 2, "drop")
+        rows_of_batches(Order(8, 0, 0), range(1, 3), 2, 0, 2, "drop")
 
 
 def test_num_batches() -> None:

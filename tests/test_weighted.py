@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batch_data import MemoryDataset
 from loaders.batches import BatchLoader
 from loaders.memmap import MemmapDataset
-from loaders.sampling import batches_rows, num_batches
+from loaders.sampling import num_batches, rows_of_batches
 from loaders.shards import ShardDataset
 from loaders.weighted import WEIGHTED_VERSION, WeightedOrder, WeightTable, _scaled, balanced_weights
 from packed_data import write_packed
@@ -177,7 +177,7 @@ def test_ranks_take_the_draws_once_and_resume_exactly(n: int, before: int, ranks
     for size, world, start, count in parts:
         for number in range(count):
             for rank in range(world):
-                (indices,), (at,), (valid,) = batches_rows(order, range(number, number + 1), size, rank, world, "pad", start)
+                (indices,), (at,), (valid,) = rows_of_batches(order, range(number, number + 1), size, rank, world, "pad", start)
                 assert (np.diff(indices) >= 0).all()
                 places += at[valid].tolist()
                 rows += indices[valid].tolist()
