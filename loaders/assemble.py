@@ -25,8 +25,7 @@ class BatchSource(Protocol):
     `load`, `gather` and `gather_ragged` are called by several threads at a time. They raise `loaders.dataset.SampleError` for a sample
     that cannot be read; whatever they raise reaches the consumer at that batch.
 
-    One that has ``only_copies = True`` says that `gather` decodes nothing: small batches are then gathered several at a time, and the
-    indices ascend within each of them only.
+    Where it has ``batches_at_once(batch_size)``, `gather` is called for so many batches at a time: the indices ascend within each only.
     """
 
     @property

@@ -6,7 +6,6 @@ What comes when is `loaders.epochs`, what one batch is made of `loaders.assemble
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,10 +24,6 @@ from loaders.epochs import Epochs, rank_and_world
 from loaders.sampling import Remainder
 from loaders.slots import Slots
 from loaders.weighted import Weights
-
-RUN_BYTES = 16 << 20
-"""Batches that are copied, and of less than this, are made several at a time: to pass one from thread to thread, and to find its samples,
-costs as much as to copy a megabyte."""
 
 
 class BatchLoader:
@@ -51,7 +46,7 @@ class BatchLoader:
         shuffle: False takes the samples as stored.
         seed: of the order.
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
-            ranks. Batches of small images of a memmap are made several at a time, 16 MiB of them, which are freed together.
+            ranks. Batches of small images of a memmap are made several at a time (up to 16, and 16 MiB), which are freed together.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.
         collate: for boxes: one of `loaders.collate` (default `collate_list`); or ``collate(samples) -> dict`` for anything else, called
@@ -108,11 +103,11 @@ class BatchLoader:
         self._running: weakref.ref[_Iterator] | None = None
 
     def _run(self) -> int:
-        """Batches that are made at a time: one, where that is more than to copy."""
-        if self.batch_transform is not None or not gathers(self.ds, self.collate) or not getattr(self.ds, "only_copies", False):
+        """Batches that are made at a time: one, where there is more to do than to gather them."""
+        at_once = getattr(self.ds, "batches_at_once", None)
+        if at_once is None or self.batch_transform is not None or not gathers(self.ds, self.collate):
             return 1
-        shape, dtype = self.ds.batch_fields()["image"]
-        return max(1, RUN_BYTES // (math.prod(shape) * dtype.itemsize * self.batch_size))
+        return whole("batches_at_once", at_once(self.batch_size), 1)
 
     @property
     def _ahead(self) -> int:

@@ -88,10 +88,15 @@ class _Shared(Generic[T]):
         self.consumed = 0
         self.stopped = False
 
+    def _limit(self) -> int:
+        """Runs that may be begun by now. The number ahead grows, by one with every second item, from one a thread: for who takes the first
+        item only little is made for nothing."""
+        return self.consumed + min(self.ahead, len(self.threads) + self.consumed // 2)
+
     def claim(self) -> int | None:
         """The next run to make, once it may be begun; None when there is no more to do."""
         with self.lock:
-            while not self.stopped and self.next < self.total and self.next >= self.consumed + self.ahead:
+            while not self.stopped and self.next < self.total and self.next >= self._limit():
                 # Ends by `consume` or `stop`; the finaliser of an abandoned consumer calls `stop`. The bound is for an interrupt that
                 # came in the middle of a notification.
                 self.space.wait(WATCH_S)
@@ -121,8 +126,8 @@ class _Shared(Generic[T]):
                     self._watch(number)
             items = self.made.pop(number)
             self.consumed += 1
-            if self.next < self.total and self.next < self.consumed + self.ahead:
-                self.space.notify()
+            if self.next < self.total and self.next < self._limit():
+                self.space.notify(2)  # at first two more may be begun at a time
             return items
 
     def _watch(self, number: int) -> None:

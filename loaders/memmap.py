@@ -19,6 +19,11 @@ from loaders.handles import MapWatch, is_shortage, shortage
 from loaders.npy import map_array
 from loaders.regions import Region, Transform, View
 
+BATCHES_AT_ONCE = 16
+BYTES_AT_ONCE = 16 << 20
+ROWS_A_SHARD = 8
+"""Where a batch has fewer from each shard, most of its time goes into opening and asking them, and it must not wait for other batches."""
+
 
 class _Images(NamedTuple):
     """A shard's images [N, H, W, 3], and the same memory as a torch tensor with one row a sample, for `index_select`."""
@@ -59,8 +64,6 @@ class MemmapDataset(PackedDataset):
     """
 
     layout: ClassVar[Layout] = "memmap"
-    only_copies: ClassVar[bool] = True
-    """`gather` decodes nothing; `BatchLoader` asks."""
 
     def __init__(
         self,
@@ -74,6 +77,14 @@ class MemmapDataset(PackedDataset):
         if check_crc:
             raise ValueError(f"{root}: check_crc: memmaps have no checksum per sample; `pack verify {root}` compares whole files")
         super().__init__(root, split, transform, seed, on_error)
+
+    def batches_at_once(self, batch_size: int) -> int:
+        """How many batches `BatchLoader` should gather by one call: several, of small pictures from few shards. To find the samples of a
+        batch, and to pass it from thread to thread, costs as much as to copy a megabyte."""
+        shape, dtype = self.batch_fields()["image"]
+        if batch_size < ROWS_A_SHARD * self._index.num_shards:
+            return 1
+        return max(1, min(BATCHES_AT_ONCE, BYTES_AT_ONCE // (math.prod(shape) * dtype.itemsize * batch_size)))
 
     def _images(self, shard: int) -> _Images:
         """Raises _BadShard where the shard cannot be mapped, or was cut short since."""

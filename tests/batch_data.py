@@ -29,7 +29,7 @@ class MemoryDataset:
         self.delay_s: Callable[[int], float] = lambda _: 0.0
         self.bad: set[int] = set()
         self.threads: set[threading.Thread] = set()
-        self.only_copies = False
+        self.at_once = 1
         self.calls: list[list[int]] = []
 
     def __len__(self) -> int:
@@ -78,6 +78,10 @@ class MemoryDataset:
         out["key"][:count] = 1000 + indices
         out["index"][:count] = indices
         return indices
+
+    def batches_at_once(self, batch_size: int) -> int:
+        del batch_size
+        return self.at_once
 
     def gather_ragged(self, indices: NDArray[np.int64]) -> Boxes:
         parts = [self.boxes_of(i) for i in indices.tolist()]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -419,7 +418,7 @@ def test_what_is_held_of_a_batch_never_changes(kind: str, workers: int, pattern:
     """Each batch is dropped, or a part of it is held for some batches, while the loader goes on and uses memory again."""
     change = {"transform": lambda sample, _: sample, "float": as_float}.get(kind)
     ds = MemoryDataset(160, "detection", transform=change)
-    ds.only_copies = kind == "runs"
+    ds.at_once = 3 if kind == "runs" else 1
     loader = BatchLoader(ds, 8, workers=workers)
     holding: list[tuple[int, Any, Any]] = []  # until when, what, its content when it came
     batches = (batch for _ in range(2) for batch in loader)
@@ -546,12 +545,11 @@ def same_batch(batch: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_runs_change_nothing(rank: int, remainder: Remainder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_change_nothing(rank: int, remainder: Remainder) -> None:
     ds = MemoryDataset(103, "detection")
     loaders = [BatchLoader(ds, 4, workers=2, rank=rank, world_size=2, remainder=remainder) for _ in range(2)]
     expected = [list(loaders[0]) for _ in range(2)]
-    ds.only_copies, ds.calls = True, []
-    monkeypatch.setattr("loaders.batches.RUN_BYTES", 5 * 4 * math.prod(ds.batch_fields()["image"][0]) + 1)
+    ds.at_once, ds.calls = 5, []
     found = [list(loaders[1]) for _ in range(2)]
     for batch, other in zip(chain(*expected), chain(*found), strict=True):
         same_batch(batch, other)
@@ -569,7 +567,7 @@ def test_runs_change_nothing(rank: int, remainder: Remainder, monkeypatch: pytes
 
 def test_batches_of_a_run_share_no_storage_nor_version() -> None:
     ds = MemoryDataset(40)
-    ds.only_copies = True
+    ds.at_once = 4
     first, second = islice(iter(BatchLoader(ds, 4, workers=0)), 2)
     assert len(ds.calls) == 1
     assert first["image"].untyped_storage().nbytes() == first["image"].numel()
@@ -581,7 +579,7 @@ def test_batches_of_a_run_share_no_storage_nor_version() -> None:
 def test_batches_that_are_changed_are_made_one_by_one() -> None:
     """A run of them could need any amount of memory and time."""
     ds = MemoryDataset(400)
-    ds.only_copies = True
+    ds.at_once = 4
     changed: list[int] = []
     loader = BatchLoader(ds, 4, workers=2, batch_transform=lambda batch: changed.append(1) or batch)
     with loader:
@@ -594,9 +592,17 @@ def test_batches_that_are_changed_are_made_one_by_one() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_run_comes_at_its_batch(workers: int) -> None:
     ds = MemoryDataset(40)
-    ds.only_copies, ds.bad = True, {22}
+    ds.at_once, ds.bad = 4, {22}
     batches = iter(BatchLoader(ds, 4, shuffle=False, workers=workers))
     assert rows(islice(batches, 5)) == [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(5)]
     with pytest.raises(SampleError, match="images/22") as caught:
         next(batches)
     assert caught.value.__notes__ == ["in batch 5 (from 0) of epoch 0, rank 0"]
+
+
+def test_small_memmap_pictures_from_few_shards_are_gathered_several_batches_at_a_time(tmp_path: Path) -> None:
+    few = MemmapDataset(write_packed(tmp_path / "few", "memmap", counts=(20, 20)).root)  # 576 bytes each
+    assert [few.batches_at_once(n) for n in (1, 15, 16, 40)] == [1, 1, 16, 16]
+    assert [few.batches_at_once(n) for n in (4096, 20_000, 40_000)] == [7, 1, 1]
+    many = MemmapDataset(write_packed(tmp_path / "many", "memmap", counts=(1,) * 20).root)
+    assert [many.batches_at_once(n) for n in (20, 159, 160)] == [1, 1, 16]

@@ -316,7 +316,7 @@ def test_offsets_file_is_not_needed(tmp_path: Path) -> None:
 def test_a_folder_that_disappears_in_mid_epoch(
     tmp_path: Path, layout: Any, on_error: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaders.batches.RUN_BYTES", 0)  # else all is read before it disappears
+    monkeypatch.setattr("loaders.memmap.BATCHES_AT_ONCE", 1)  # else all is read before it disappears
     packed = write_packed(tmp_path / layout, layout, counts=(2,) * 40)
     ds = open_set(packed, on_error=on_error)
     given: list[int] = []
