@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from loaders.advice import Advice, advise
 from loaders.batches import default_workers
-from loaders.prefetch import map_tensors
 from loaders.usage import Usage
 
 
@@ -262,7 +261,15 @@ class _Lines:
 
 
 def num_samples(batch: Any) -> int:
-    """Length of the first tensor in a batch; 0 when it has none."""
-    lengths: list[int] = []
-    map_tensors(batch, lambda t: lengths.append(len(t)) if t.ndim else None)
-    return lengths[0] if lengths else 0
+    """Length of the first tensor in a batch (nested dicts, lists and tuples); 0 when it has none."""
+    return _first_length(batch) or 0
+
+
+def _first_length(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.ndim else None
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return None
+    return next((found for found in map(_first_length, value) if found is not None), None)
