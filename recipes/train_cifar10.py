@@ -17,14 +17,14 @@ So the float32 rows have equal losses, and data time is loading alone. Epochs go
 starts the workers and fills caches. Data time is how long the loop waited, see `loaders.monitor`.
 
 Result of the first command with `--epochs 11`, 12,000 of CIFAR-10's pictures as JPEGs (10,000 to train on, 2,000 to test), one run on
-a virtual machine with 2 cores (AMD EPYC), shared with other jobs at times; Python 3.11.7, torch 2.13.0+cpu. Medians of ten epochs: ::
+a virtual machine with 2 cores (AMD EPYC), with nothing beside it; Python 3.11.7, torch 2.13.0+cpu. Medians of ten epochs: ::
 
     configuration     epoch s   data s   data share   samples/s     loss   accuracy   data time of the original, in times of this
-    original             1.05   0.1996        19.1%       9,295   1.5706      42.9%
-    pre-transformed      0.69   0.0458         6.6%      14,022   1.5706      42.9%    4.3 ( 3.3 to  12.8 over the epochs)
-    memmap               0.56   0.0053         0.9%      17,316   1.5706      42.9%   47.1 (25.7 to 103.5)
-    resident             0.56   0.0088         1.6%      17,476   1.5706      42.9%   22.1 (17.8 to  61.0)
-    resident, bf16       0.55   0.0088         1.6%      17,564   1.5469      43.2%   21.3 (17.8 to  60.4)
+    original             1.10   0.2368        21.5%       8,831   1.5706      42.9%
+    pre-transformed      0.62   0.0267         4.3%      15,722   1.5706      42.9%    9.4 ( 5.6 to 12.5 over the epochs)
+    memmap               0.56   0.0080         1.4%      17,517   1.5706      42.9%   24.6 (14.8 to 34.5)
+    resident             0.54   0.0096         1.8%      18,029   1.5706      42.9%   25.0 (17.7 to 28.7)
+    resident, bf16       0.54   0.0094         1.7%      17,910   1.5469      43.2%   24.9 (18.2 to 28.5)
 
 Worker processes take the cores from the step: that is why the original's epoch is longer by more than its data time. On a CPU the resident
 row gathers between the steps, the memmap row in threads behind them. Not measured on a GPU.

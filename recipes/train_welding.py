@@ -11,13 +11,13 @@ one would hide any loading. Epochs go by turns, and the first is not counted. `-
 pictures are made by `recipes/make_welding_v2.py`.
 
 Result of the first command with `--epochs 5`, 696 pictures of 1600x1200 an epoch, one run on a virtual machine with 2 cores (AMD EPYC),
-shared with other jobs at times; Python 3.11.7, torch 2.13.0+cpu, pillow 13.0.0. Medians of four epochs: ::
+with nothing beside it; Python 3.11.7, torch 2.13.0+cpu, pillow 13.0.0. Medians of four epochs: ::
 
               epoch s   data s   data share   samples/s    loss
-    before       8.84   3.0454        34.4%          79   1.454
-    after        3.10   0.0115         0.4%         225   1.455
+    before       9.26   4.1273        44.6%          75   1.454
+    after        3.07   0.0123         0.4%         227   1.455
 
-Epoch time, before / after: 2.84 (2.75 to 3.25 over the epochs); data time: 266 (236 to 272). Packing took 6.8 s, once: less than the first
+Epoch time, before / after: 2.93 (2.79 to 3.05 over the epochs); data time: 302 (197 to 356). Packing took 7 s, once: about what the first
 epoch saved. Worker processes take the cores from the step as well, hence the factor is larger than the share says. At 640 pixels, one epoch
 each: 20.9 s before, 15.6 s after. Not measured on a GPU.
 """
