@@ -18,15 +18,15 @@ demo: $(INSTALLED)  ## make a small weld set, pack it to tar and memmap, verify,
 	$(BIN)/python recipes/train_detection.py --data demo-data/memmap --epochs 3
 
 test: lint types $(INSTALLED)  ## lint, types and all tests: what CI runs
-	$(MAKE) --jobs 2 slow fast long
+	$(MAKE) --jobs 2 --keep-going slow fast long
 
 fast: $(INSTALLED)  ## the tests that take little time each
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not long"
 
 slow: $(INSTALLED)  ## tests that take seconds
 	$(BIN)/python -m pytest -m "slow and not long"
 
-long: $(INSTALLED)  ## tests that take most of a minute
+long: $(INSTALLED)  ## tests that take most of a minute, or whole files of slow ones
 	$(BIN)/python -m pytest -m long
 
 lint: $(INSTALLED)  ## ruff: rules and format

@@ -89,9 +89,9 @@ class _Shared(Generic[T]):
         self.stopped = False
 
     def _limit(self) -> int:
-        """Runs that may be begun by now. The number ahead grows, by one with every second item, from one a thread: for who takes the first
-        item only little is made for nothing."""
-        return self.consumed + min(self.ahead, len(self.threads) + self.consumed // 2)
+        """Runs that may be begun by now. The number ahead grows from one a thread: for who takes the first item only, little is made for
+        nothing."""
+        return self.consumed + min(self.ahead, len(self.threads) + self.consumed)
 
     def claim(self) -> int | None:
         """The next run to make, once it may be begun; None when there is no more to do."""

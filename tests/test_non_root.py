@@ -16,6 +16,8 @@ import pytest
 from as_nobody import NOBODY
 from conftest import picture, save, voc_xml
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from packer.problems import REBUILD
 
+pytestmark = pytest.mark.long
+
 SCRIPTS = Path(__file__).parent.parent / "recipes" / "robustness"
 
 

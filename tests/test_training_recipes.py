@@ -23,6 +23,8 @@ import yaml
 
 from packed_data import write_packed
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
