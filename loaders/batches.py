@@ -116,7 +116,7 @@ class BatchLoader:
     def _check_images(self) -> None:
         if gathers(self.ds, self.collate) and "image" not in self.ds.batch_fields():
             raise ValueError(
-                "the images differ in size and cannot be stacked to batches: pack with `pack build --resize W,H` (the memmap layout needs "
+                "the images differ in size and cannot be stacked to batches: pack with `pack build --resize WxH` (the memmap layout needs "
                 "that anyway), open the data set with a transform that gives one size, or pass a collate(samples) of your own"
             )
 

@@ -143,7 +143,7 @@ def _stack_images(images: list[torch.Tensor], samples: Sequence[SampleDict]) -> 
         if image.shape != first.shape or image.dtype != first.dtype:
             raise ValueError(
                 f"images of one batch differ: {_name(samples[0], 0)} is {first.dtype} {tuple(first.shape)}, {_name(samples[place], place)} "
-                f"is {image.dtype} {tuple(image.shape)}. Pack them to one size with `pack build --resize W,H`, give a transform that "
+                f"is {image.dtype} {tuple(image.shape)}. Pack them to one size with `pack build --resize WxH`, give a transform that "
                 "resizes them, or keep them in a list by a collate of your own"
             )
     if first.ndim != 3:

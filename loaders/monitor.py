@@ -134,7 +134,8 @@ class Monitor:
             if run.data_s:
                 self.summary = run.summary()
                 self._epoch += 1
-        self._tell()
+        if run.data_s:
+            self._tell()
 
     def _loaders_epoch(self) -> int:
         """Which epoch the loader begins, where it knows; else the number of those before it here."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaders.assemble import Batch, BatchSource
 from loaders.batch_transforms import begin_epoch
@@ -92,6 +93,8 @@ class DeviceDataset:
         if not fit:
             raise ValueError(f"{fit} on {self.device}: take BatchLoader and DevicePrefetcher, or pack smaller images")
         self._fields = self._upload()
+        # Which sample is really in a row, where a damaged one was replaced.
+        self._used: NDArray[np.int64] | None = self._fields["index"].cpu().numpy() if "index" in self._fields else None
         self._slots = Slots(keep=4, pinned=False)
         self._iteration = 0
 
@@ -172,7 +175,7 @@ class DeviceDataset:
         batch = self._gathered(indices)
         batch["image"] = batch["image"].permute(0, 3, 1, 2)
         if self.ds.task == "detection":
-            boxes = self.collate.ragged(*self.ds.gather_ragged(on_host))
+            boxes = self.collate.ragged(*self.ds.gather_ragged(on_host if self._used is None else self._used[on_host]))
             batch.update(map_tensors(boxes, self._moved))
         return batch
 

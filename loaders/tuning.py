@@ -43,19 +43,27 @@ class Setting:
         return f"{name}, {self.workers} {self.kind}, batch {self.batch_size}"
 
     @property
-    def code(self) -> str:
-        """Ready to paste, for a data set `ds`."""
+    def imports(self) -> tuple[str, ...]:
+        """What `statement` needs."""
         if self.kind == "threads":
-            return (
-                "from loaders.batches import BatchLoader\n\n"
-                f"batches = BatchLoader(ds, batch_size={self.batch_size}, shuffle=True, workers={self.workers})"
-            )
+            return ("from loaders.batches import BatchLoader",)
+        return "import torch", "from torch.utils.data import DataLoader", "from loaders.workers import dataloader_kwargs"
+
+    @property
+    def statement(self) -> str:
+        """Makes `batches` of a data set `ds`."""
+        if self.kind == "threads":
+            return f"batches = BatchLoader(ds, batch_size={self.batch_size}, shuffle=True, workers={self.workers})"
         return (
-            "from torch.utils.data import DataLoader\n"
-            "from loaders.workers import dataloader_kwargs\n\n"
+            'device = "cuda" if torch.cuda.is_available() else "cpu"\n'
             f"settings = dataloader_kwargs(ds, {self.batch_size}, device, workers={self.workers})\n"
             "batches = DataLoader(ds, shuffle=True, drop_last=True, **settings)"
         )
+
+    @property
+    def code(self) -> str:
+        """Ready to paste, for a data set `ds`."""
+        return "\n".join([*self.imports, "", self.statement])
 
     def open(self, ds: Any) -> Iterable[Any]:
         """The loader."""
@@ -107,7 +115,7 @@ def tune(ds: BatchSource, batch_size: int = 64, seconds: float = 60.0, progress:
     Raises:
         ValueError: no batch in an epoch, or as `BatchLoader` and `loaders.workers.dataloader_kwargs`.
     """
-    if seconds <= 0:
+    if not seconds > 0:  # nor is NaN
         raise ValueError(f"seconds is {seconds}, expected above 0")
     settings = grid(batch_size, default_workers())
     speeds, left_out = race(ds, settings, seconds * 0.8, progress)

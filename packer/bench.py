@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ SHARE_FOR_RATES = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured of the split `split` of the data set at `root`; `transform` in words."""
+    """What was measured of the split `split` of the data set at `root`; `transform` as code, "" for none, and why in `because`."""
 
     root: Path
     split: str
     layout: str
     transform: str
+    because: str
     machine: Machine
     data: Data
     tuning: Tuning
@@ -38,7 +40,7 @@ class Report:
         """The report as text."""
         machine, data, tuning = self.machine, self.data, self.tuning
         yield f"{self.root}, split {self.split}: {data.num_samples:,} samples, {human_bytes(int(data.sample_bytes))} each, {self.layout}"
-        yield f"transform: {self.transform}"
+        yield f"transform: {self.transform or 'none'}{self.because}"
         yield f"storage: {_rate(machine.cold)} cold, {_rate(machine.warm)} warm (one thread); copy {_rate(machine.copy)}"
         if machine.to_device is not None:
             yield f"to the device: {_rate(machine.to_device)}"
@@ -60,15 +62,24 @@ class Report:
         )
         yield f"recommended: {tuning.best} ({tuning.reason})"
         yield ""
-        yield f"from loaders.{'memmap' if self.layout == 'memmap' else 'shards'} import {_class(self.layout).__name__}"
-        yield from tuning.best.code.splitlines()
+        yield from self.code.splitlines()
+
+    @property
+    def code(self) -> str:
+        """The recommendation, ready to paste."""
+        kind, best = _class(self.layout).__name__, self.tuning.best
+        names = sorted(set(re.findall(r"[A-Z]\w+", self.transform)))
+        imports = [*best.imports, f"from loaders.{'memmap' if self.layout == 'memmap' else 'shards'} import {kind}"]
+        imports += [f"from loaders.augment import {', '.join(names)}"] if names else []
+        transform = f", transform={self.transform}" if self.transform else ""
+        return "\n".join([*imports, "", f"ds = {kind}({str(self.root)!r}, split={self.split!r}{transform})", best.statement])
 
     def as_dict(self) -> dict[str, Any]:
         """The same for machines; rates in bytes and samples per second."""
         machine, data = self.machine, self.data
         return {
             "split": self.split,
-            "transform": self.transform,
+            "transform": self.transform or None,
             "machine": {
                 "cores": machine.cores,
                 "cold": machine.cold,
@@ -79,7 +90,7 @@ class Report:
             "data": {"num_samples": data.num_samples, "sample_bytes": data.sample_bytes, "load_s": data.load_s},
             "left_out": [{**_setting(setting), "reason": why} for setting, why in self.tuning.left_out],
             "settings": [{**_setting(s.setting), "samples_per_s": s.rounds} for s in self.tuning.speeds],
-            "recommended": {**_setting(self.tuning.best), "reason": self.tuning.reason, "code": self.tuning.best.code},
+            "recommended": {**_setting(self.tuning.best), "reason": self.tuning.reason, "code": self.code},
         }
 
 
@@ -103,7 +114,7 @@ def bench(root: Path, split: str, batch_size: int, seconds: float, size: int | N
     ds: PackedDataset = kind(root, split)
     if not 1 <= batch_size <= len(ds):
         raise UsageError(f"--batch-size is {batch_size}, expected 1 to {len(ds):,}, the samples of the split {split!r}")
-    transform, words = transform_for(ds, size)
+    transform, code, because = transform_for(ds, size)
     ds = kind(root, split, transform=transform)
     progress("rates of the machine and the data")
     each = seconds * SHARE_FOR_RATES / 4
@@ -115,7 +126,7 @@ def bench(root: Path, split: str, batch_size: int, seconds: float, size: int | N
         raise
     except ValueError as e:  # a damaged sample, or settings that cannot be here
         raise PackError(str(e)) from None
-    return Report(root, split, ds.layout, words, machine, data, tuning)
+    return Report(root, split, ds.layout, code, because, machine, data, tuning)
 
 
 def plot(report: Report, path: Path) -> None:
@@ -148,16 +159,16 @@ def _class(layout: str) -> type[MemmapDataset] | type[ShardDataset]:
     return MemmapDataset if layout == "memmap" else ShardDataset
 
 
-def transform_for(ds: PackedDataset, size: int | None) -> tuple[Transform | None, str]:
-    """What pictures go through while loading, and that in words; see `bench` for `size`."""
+def transform_for(ds: PackedDataset, size: int | None) -> tuple[Transform | None, str, str]:
+    """What pictures go through while loading, the same as code, and why; see `bench` for `size`."""
     if size is None and ds.image_size() is not None:
-        return None, "none"
-    given = f" (--size {size})" if size is not None else " (the pictures differ in size; --size takes another)"
+        return None, "", ""
+    because = f" (--size {size})" if size is not None else " (the pictures differ in size; --size takes another)"
     if ds.task == "detection":
         side = size or 640
-        return Letterbox(side), f"Letterbox({side}){given}"
+        return Letterbox(side), f"Letterbox({side})", because
     side = size or 224
-    return Compose(RandomResizedCrop(side), Flip()), f"RandomResizedCrop({side}), Flip(){given}"
+    return Compose(RandomResizedCrop(side), Flip()), f"Compose(RandomResizedCrop({side}), Flip())", because
 
 
 def _ranked(speeds: tuple[Speed, ...]) -> list[Speed]:

@@ -47,6 +47,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from given import whole_from
 from loaders.batch_transforms import Flip, Normalize, Shift, begin_epoch
 from loaders.batch_transforms import Sequence as Transforms
 from loaders.batches import BatchLoader
@@ -214,12 +215,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on CIFAR-10 from five places, and compare how long training waits for data.")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--data", type=Path, help="folder with train/CLASS/* and test/CLASS/*, pictures of 32x32")
-    given.add_argument("--synthetic", type=int, metavar="N", help="make N training pictures below --out instead")
+    given.add_argument("--synthetic", type=whole_from(1), metavar="N", help="make N training pictures below --out instead")
     parser.add_argument("--out", type=Path, default=Path("cifar10-packed"), help="folder for the packed sets (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the data, for each row (default %(default)s)")
-    parser.add_argument("--num", type=int, default=None, help="training pictures (default: 10,000 on the CPU, all on CUDA)")
-    parser.add_argument("--batch-size", type=int, default=512, help="samples a step (default %(default)s)")
+    parser.add_argument("--epochs", type=whole_from(1), default=6, help="passes over the data, for each row (default %(default)s)")
+    parser.add_argument("--num", type=whole_from(1), default=None, help="training pictures (default: 10,000 on the CPU, all on CUDA)")
+    parser.add_argument("--batch-size", type=whole_from(1), help="samples a step (default: 512, or all where there are fewer)")
     parser.add_argument("--width", type=int, default=None, help="channels of the first layer (default: 8 on the CPU, 128 on CUDA)")
     parser.add_argument("--workers", type=int, default=2, help="processes of the DataLoader, threads of BatchLoader (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, which computes on the CPU (default %(default)s)")
@@ -227,6 +228,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     on_cpu = options.device == "cpu"
     options.width = options.width or (8 if on_cpu else 128)
     options.num = options.num or (10_000 if on_cpu else None)
+    options.batch_size = options.batch_size or min(512, options.synthetic or 512, options.num or 512)
     return options
 
 

@@ -39,6 +39,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from given import whole_from
 from loaders.batches import BatchLoader
 from loaders.collate import collate_indexed
 from loaders.device import DevicePrefetcher
@@ -173,12 +174,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a detector from files, then from packed data, and compare the waiting.")
     parser.add_argument("--data", type=Path, help="a welding_v2 tree; default: pictures are made")
     parser.add_argument("--out", type=Path, default=Path("welding"), help="folder for what is made and packed (default %(default)s)")
-    parser.add_argument("--num", type=int, default=1000, help="pictures to make (default %(default)s)")
+    parser.add_argument("--num", type=whole_from(1), default=1000, help="pictures to make (default %(default)s)")
     parser.add_argument("--size", type=int, nargs=2, default=(1600, 1200), metavar=("W", "H"), help="of a picture made (default 1600 1200)")
-    parser.add_argument("--side", type=int, default=320, help="training size, in pixels (default %(default)s)")
+    parser.add_argument("--side", type=whole_from(32), default=320, help="training size, in pixels (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="for each row (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, help="samples a step (default %(default)s)")
+    parser.add_argument("--epochs", type=whole_from(1), default=4, help="for each row (default %(default)s)")
+    parser.add_argument("--batch-size", type=whole_from(1), default=8, help="samples a step (default %(default)s)")
     parser.add_argument("--width", type=int, default=8, help="channels of the detector (default %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes before, threads after (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, which computes on the CPU (default %(default)s)")

@@ -62,6 +62,25 @@ def test_boxes_in_every_form(tmp_path: Path, collate: Any) -> None:
             assert_equal(got, expected)
 
 
+def test_boxes_are_those_of_the_picture_that_is_really_there(tmp_path: Path) -> None:
+    packed = write_packed(tmp_path, "tar", "detection", counts=(10,))
+    row = np.load(packed.root / "index/train/samples.npy")[4]
+    with packed.shard(0).open("r+b") as shard:
+        shard.seek(int(row["image_offset"]) + 200)
+        shard.write(bytes(int(row["image_size"]) - 200))
+    ds = ShardDataset(packed.root, on_error="replace")
+    with pytest.warns(UserWarning, match="replaced"):
+        resident = DeviceDataset(ds, "cpu", 5, shuffle=False)
+    whole = write_packed(tmp_path / "whole", "tar", "detection", counts=(10,))
+    indices = []
+    for batch in resident:
+        indices += batch["index"].tolist()
+        for index, boxes in zip(batch["index"].tolist(), batch["boxes"], strict=True):
+            assert np.array_equal(boxes, ShardDataset(whole.root).load(index)["boxes"])
+    assert indices[4] != 4
+    assert indices[:4] + indices[5:] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
 def test_weights_and_ranks(tmp_path: Path) -> None:
     ds = opened(write_packed(tmp_path, "memmap", "classification", counts=(40,)))
     for rank in range(3):

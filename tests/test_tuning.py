@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def test_every_setting_is_run_and_its_code_works(tmp_path: Path) -> None:
         names: dict[str, Any] = {"ds": ds, "device": "cpu"}
         exec(setting.code, names)
         assert sum(len(batch["image"]) for batch in names["batches"]) == 20
-    with pytest.raises(ValueError, match="seconds is 0"):
-        tune(ds, 4, seconds=0)
+    for seconds in (0, math.nan):
+        with pytest.raises(ValueError, match=f"seconds is {seconds}"):
+            tune(ds, 4, seconds=seconds)
 
 
 @pytest.mark.parametrize("layout", ["tar", "memmap"])
@@ -158,7 +160,7 @@ class TestCommand:
         done = self.run(tmp_path / "set", "--seconds", 1, "--batch-size", 2, "--size", 16, "--quiet", "--plot", tmp_path / "b.png")
         assert done.exit_code == 0, done.output
         for text in (
-            "RandomResizedCrop(16), Flip() (--size 16)",
+            "Compose(RandomResizedCrop(16), Flip()) (--size 16)",
             "storage: ",
             "rule of thumb",
             "recommended: ",
@@ -169,7 +171,10 @@ class TestCommand:
         done = self.run(tmp_path / "set", "--seconds", 1, "--batch-size", 2, "--json")
         result = json.loads(done.stdout)
         assert result["recommended"]["batch_size"] == 2
-        assert result["transform"].startswith("RandomResizedCrop(224)")
+        assert result["transform"] == "Compose(RandomResizedCrop(224), Flip())"
+        names: dict[str, Any] = {}
+        exec(result["recommended"]["code"], names)
+        assert next(iter(names["batches"]))["image"].shape == (2, 3, 224, 224)
 
     def test_a_damaged_picture_is_named(self, tmp_path: Path) -> None:
         packed = write_packed(tmp_path / "set", "tar", "classification")
