@@ -815,7 +815,8 @@ def test_an_interrupt_at_any_moment_ends_training_and_leaves_nothing(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(trials) == 2 * 12
-    assert [trial for trial in trials if trial["faults"]] == []
+    faults = [trial for trial in trials if trial["faults"]]
+    assert not faults, json.dumps(faults)
 
 
 # Arguments
