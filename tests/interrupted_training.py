@@ -191,8 +191,8 @@ def main() -> None:
             moment = number % 2 == 0, moments.random() * 0.15
             seen = trial(name, batches, *moment)
             for _ in range(2):
-                # While torch starts its workers, an interrupt may fall between two lines of CPython's own clean-up. What is ours to clean up
-                # is left at that moment each time.
+                # While torch starts its workers, an interrupt may fall between two lines of CPython's own clean-up. What we forget to
+                # clean up is left each time.
                 if seen["faults"] and "worker" in name:
                     seen = trial(name, batches, *moment)
             sys.stdout.write(json.dumps(seen) + "\n")
