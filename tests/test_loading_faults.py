@@ -5,6 +5,7 @@ A *way* reads a whole data set; each must raise the same errors, or replace the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -109,7 +110,8 @@ def closing(loader: DataLoader[Any]) -> Iterator[Any]:
     try:
         yield from batches
     finally:
-        getattr(batches, "_shutdown_workers", int)()
+        with contextlib.suppress(RuntimeError):  # a spawned worker may abort in torch's own code while it exits, of which torch tells here
+            getattr(batches, "_shutdown_workers", int)()
 
 
 def torch_loader(workers: int, method: str | None = None) -> Callable[[Any], list[int]]:
