@@ -107,7 +107,8 @@ class RandomResizedCrop:
         if "boxes" in sample:
             scale = np.array([self.size[1] / w, self.size[0] / h] * 2)
             result.update(clipped(sample, sample["boxes"] * scale, self.size, self.min_visible))
-            _mirror_boxes(result, self.size, flip, False)
+            if flip:
+                _mirror_boxes(result, self.size, True, False)
         return result
 
 

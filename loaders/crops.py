@@ -30,12 +30,13 @@ _MIN_SCALED_SIDE = 8
 """Below it two of libjpeg's scaling factors give the same number of pixels, and `simplejpeg` would take the smaller one."""
 
 
-def dct_scale(header: JpegHeader, height: int, width: int, size: Size) -> int:
+def dct_scale(header: JpegHeader, height: int, width: int, size: Size | None) -> int:
     """The largest of 8, 4, 2, 1 by which a region of `height` x `width` pixels may be divided and still be at least `size` (h, w).
 
-    1 for sampling factors other than 4:2:0, 4:4:4 and gray: there the chroma of a scaled decode differs from a scaled chroma.
+    1 for `size` None, and for sampling factors other than 4:2:0, 4:4:4 and gray: there the chroma of a scaled decode differs from a scaled
+    chroma.
     """
-    if min(size) < _MIN_SCALED_SIDE or height < 2 * size[0] or width < 2 * size[1]:
+    if size is None or min(size) < _MIN_SCALED_SIDE or height < 2 * size[0] or width < 2 * size[1]:
         return 1
     first, *others = ((c.horizontal, c.vertical) for c in header.components)
     if others and (len(others) != 2 or first not in ((1, 1), (2, 2)) or others != [(1, 1), (1, 1)]):

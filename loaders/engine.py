@@ -18,15 +18,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, NoReturn, TypeVar
 
-import cv2
 import torch
 
 from loaders.handles import ForkAware
+from loaders.quiet import one_thread, quiet_opencv
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Ordered(Generic[T]):
         self._left = total
         self._at_hand: deque[T | _Failure] = deque()
         shared.threads = [_Producer(shared, i) for i in range(min(workers, runs))]
-        _quiet_opencv.enter()
+        quiet_opencv.enter()
         self._finalizer = weakref.finalize(self, _end_unasked, shared, self._pid)
         if shared.threads:
             try:
@@ -234,7 +234,7 @@ class Ordered(Generic[T]):
         if not self._finalizer.alive:
             raise RuntimeError("the iterator was closed, or ended by an error")
         if self._inline:
-            with _one_thread():
+            with one_thread():
                 items = shared.work(shared.consumed)
             shared.consumed += 1
             return items
@@ -255,18 +255,6 @@ class Ordered(Generic[T]):
         self._at_hand.clear()
         if self._finalizer.detach() is not None:
             _end(self._shared, self._pid)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The caller's thread without torch's intra-op threads: a batch is small work, for which they cost more than they do, and in a forked
-    child they hang (GNU OpenMP)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -329,7 +317,7 @@ def _end(shared: _Shared[T], pid: int) -> None:
                 if thread.launched and thread.prepared.wait(max(0.0, deadline - time.monotonic())):
                     thread.join(max(0.0, deadline - time.monotonic()))
     finally:
-        _quiet_opencv.leave()
+        quiet_opencv.leave()
 
 
 def _end_unasked(shared: _Shared[T], pid: int) -> None:
@@ -341,34 +329,3 @@ def _end_unasked(shared: _Shared[T], pid: int) -> None:
         again.daemon = True
         with contextlib.suppress(RuntimeError):  # at exit there are no more threads, nor anything to interrupt
             again.start()
-
-
-class _QuietOpenCV(ForkAware):
-    """Keeps OpenCV's own thread pool off while any `Ordered` is open; its size is one number for the whole process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._open = 0
-        self._before = 0
-
-    def after_fork(self) -> None:
-        super().after_fork()
-        if self._open:  # those iterators end with the parent, and not here
-            self._open = 0
-            cv2.setNumThreads(self._before)
-
-    def enter(self) -> None:
-        with self.lock:
-            if self._open == 0:
-                self._before = cv2.getNumThreads()
-                cv2.setNumThreads(0)
-            self._open += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self._open -= 1
-            if self._open == 0:
-                cv2.setNumThreads(self._before)
-
-
-_quiet_opencv = _QuietOpenCV()

@@ -134,19 +134,20 @@ class ShardDataset(PackedDataset):
 
     def _begin_views(self, wanted: Sequence[Wanted]) -> list[Callable[[], View] | SampleError]:
         try:
-            return list(self._begin_together(wanted))
+            return self._begin_together(wanted)
         except (JpegError, SampleError) as e:
             if len(wanted) > 1:  # which of them is it?
                 return [view for each in wanted for view in self._begin_views([each])]
             return [e if isinstance(e, SampleError) else self._error(wanted[0][0], f"the jpg {e}")]
 
-    def _begin_together(self, wanted: Sequence[Wanted]) -> list[Callable[[], View]]:
+    def _begin_together(self, wanted: Sequence[Wanted]) -> list[Callable[[], View] | SampleError]:
         """Of crop-decodable JPEGs the bytes are read, and ready for the decoder. Raises JpegError or SampleError, for any of them."""
-        views: list[Callable[[], View]] = [partial(self._whole_view, *each) for each in wanted]
-        found = [(number, cells) for number, (position, _, _) in enumerate(wanted) if (cells := self._index.cells(position)) is not None]
+        views: list[Callable[[], View] | SampleError] = [partial(self._whole_view, *each) for each in wanted]
+        found = {number: cells for number, (position, _, _) in enumerate(wanted) if (cells := self._index.cells(position)) is not None}
         if not found:
             return views
-        parts = self._parts([wanted[number][0] for number, _ in found], "image")
+        chosen = [wanted[number] for number in found]
+        parts = self._parts([position for position, _, _ in chosen], "image")
         if len(wanted) > 1 and sum(part.size for part in parts) > _TOGETHER_BYTES:
             half = len(wanted) // 2
             return [*self._begin_together(wanted[:half]), *self._begin_together(wanted[half:])]
@@ -154,15 +155,16 @@ class ShardDataset(PackedDataset):
         at_once = [part.size if part.size <= _WHOLE_BYTES or self.check_crc else 0 for part in parts]
         memory = self._scratch.blank((sum(at_once),), "pictures").data
         places = [memory[end - size : end] for size, end in zip(at_once, accumulate(at_once), strict=True)]
-        opened = [self._open_grid(part, cells, place) for part, (_, cells), place in zip(parts, found, places, strict=True)]
-        regions = []
-        for (grid, _), (number, _) in zip(opened, found, strict=True):
-            _, region, size = wanted[number]
-            regions.append((grid, region, 1 if size is None else dct_scale(grid.header, region[2], region[3], size)))
-        jpegs = SubJpegs(regions)
+        opened = [self._open_grid(*each) for each in zip(parts, found.values(), places, strict=True)]
+        jpegs = SubJpegs(
+            [
+                (grid, region, dct_scale(grid.header, region[2], region[3], size))
+                for (grid, _), (_, region, size) in zip(opened, chosen, strict=True)
+            ]
+        )
         made = jpegs.assemble(self._scratch.blank((jpegs.num_bytes,), "cells").data, [source for _, source in opened])
-        for (number, _), jpeg, data in zip(found, jpegs.parts, made, strict=True):
-            views[number] = partial(self._cells_view, wanted[number][0], jpeg, data)
+        for number, (position, _, _), jpeg, data in zip(found, chosen, jpegs.parts, made, strict=True):
+            views[number] = partial(self._cells_view, position, jpeg, data)
         return views
 
     def _open_grid(self, part: _Part, cells: NDArray[np.uint32], place: memoryview) -> tuple[Grid, memoryview | Reading]:
@@ -204,7 +206,7 @@ class ShardDataset(PackedDataset):
                 header = parse_header(data)
         if header is None or (header.height, header.width) != self._size(position):
             return View(self._decoded(position, data, None)[scaled_cut(region, 1)], y, x, 1)
-        scale = 1 if size is None else dct_scale(header, region[2], region[3], size)
+        scale = dct_scale(header, region[2], region[3], size)
         try:
             image = decode_region(data, header, region, scale, self._scratch.blank)
         except DecodeError as e:

@@ -110,12 +110,9 @@ def bench(root: Path, split: str, batch_size: int, seconds: float, size: int | N
         PackError: a sample cannot be loaded, or no loader can run here.
         UsageError: the split has fewer samples than a batch, or an argument is out of range.
     """
-    kind = _class(read_manifest(root).layout)
-    ds: PackedDataset = kind(root, split)
+    ds, code, because = open_split(root, split, size)
     if not 1 <= batch_size <= len(ds):
         raise UsageError(f"--batch-size is {batch_size}, expected 1 to {len(ds):,}, the samples of the split {split!r}")
-    transform, code, because = transform_for(ds, size)
-    ds = kind(root, split, transform=transform)
     progress("rates of the machine and the data")
     each = seconds * SHARE_FOR_RATES / 4
     try:
@@ -159,8 +156,14 @@ def _class(layout: str) -> type[MemmapDataset] | type[ShardDataset]:
     return MemmapDataset if layout == "memmap" else ShardDataset
 
 
-def transform_for(ds: PackedDataset, size: int | None) -> tuple[Transform | None, str, str]:
-    """What pictures go through while loading, the same as code, and why; see `bench` for `size`."""
+def open_split(root: Path, split: str, size: int | None) -> tuple[PackedDataset, str, str]:
+    """The data set as it is measured, its transform as code, and why it has that; see `bench` for `size`."""
+    kind = _class(read_manifest(root).layout)
+    transform, code, because = _transform(kind(root, split), size)
+    return kind(root, split, transform=transform), code, because
+
+
+def _transform(ds: PackedDataset, size: int | None) -> tuple[Transform | None, str, str]:
     if size is None and ds.image_size() is not None:
         return None, "", ""
     because = f" (--size {size})" if size is not None else " (the pictures differ in size; --size takes another)"

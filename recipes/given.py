@@ -10,8 +10,9 @@ def whole_from(least: int) -> Callable[[str], int]:
     """For ``add_argument(type=...)``: a whole number of at least `least`."""
 
     def number(text: str) -> int:
-        if not text.strip().lstrip("+-").isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-        return int(text)
+        value = int(text)  # its ValueError is told by argparse
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
 
     return number

@@ -188,14 +188,7 @@ def main() -> None:
     gc.freeze()  # a child that collects would copy all pages of torch's objects
     for number in range(trials):
         for name, batches in kinds(data).items():
-            moment = number % 2 == 0, moments.random() * 0.15
-            seen = trial(name, batches, *moment)
-            for _ in range(2):
-                # While torch starts its workers, an interrupt may fall between two lines of CPython's own clean-up. What we forget to
-                # clean up is left each time.
-                if seen["faults"] and "worker" in name:
-                    seen = trial(name, batches, *moment)
-            sys.stdout.write(json.dumps(seen) + "\n")
+            sys.stdout.write(json.dumps(trial(name, batches, number % 2 == 0, moments.random() * 0.15)) + "\n")
             sys.stdout.flush()
 
 

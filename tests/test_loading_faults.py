@@ -759,10 +759,11 @@ def test_a_child_forked_at_any_moment_can_load(packed: Packed) -> None:
             return "does not survive fork" in str(e) and fresh == list(range(10)) and batches(0)(ds) == list(range(10))
         return False
 
-    from loaders.engine import _quiet_opencv, _starting
+    from loaders.engine import _starting
+    from loaders.quiet import quiet_opencv
 
     # Held as by other threads, which the child does not have.
-    locks = [loader._slots.lock, ds._shards.lock, _starting.lock, _quiet_opencv.lock]
+    locks = [loader._slots.lock, ds._shards.lock, _starting.lock, quiet_opencv.lock]
     held = threading.Event()
     over = threading.Event()
 

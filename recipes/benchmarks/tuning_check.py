@@ -15,11 +15,9 @@ import sys
 from pathlib import Path
 
 from loaders.batches import default_workers
-from loaders.format import FormatError, read_manifest
-from loaders.memmap import MemmapDataset
-from loaders.shards import ShardDataset
+from loaders.format import FormatError
 from loaders.tuning import Setting, race
-from packer.bench import bench, transform_for
+from packer.bench import bench, open_split
 from packer.sample import PackError
 
 WANTED = 0.9
@@ -27,8 +25,7 @@ WANTED = 0.9
 
 def measured(root: Path, split: str, batch_size: int, size: int | None, seconds: float) -> dict[Setting, list[float]]:
     """Samples per second of every setting of the grid, one number a round."""
-    kind = MemmapDataset if read_manifest(root).layout == "memmap" else ShardDataset
-    ds = kind(root, split, transform=transform_for(kind(root, split), size)[0])
+    ds, _, _ = open_split(root, split, size)
     settings = [Setting(loader, n, batch_size) for loader in ("threads", "processes") for n in range(2 * default_workers() + 1)]
     speeds, left_out = race(ds, settings, seconds, lambda _: None)
     for setting, why in left_out:
