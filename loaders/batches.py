@@ -46,7 +46,8 @@ class BatchLoader:
         shuffle: False takes the samples as stored.
         seed: of the order.
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
-            ranks. Batches of small images of a memmap are made several at a time (up to 16, and 16 MiB), which are freed together.
+            ranks. Batches of small images are made several at a time (of a memmap up to 16, and 16 MiB; of tars up to 4096 samples), which
+            are freed together.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.
         collate: for boxes: one of `loaders.collate` (default `collate_list`); or ``collate(samples) -> dict`` for anything else, called
@@ -103,11 +104,13 @@ class BatchLoader:
         self._running: weakref.ref[_Iterator] | None = None
 
     def _run(self) -> int:
-        """Batches that are made at a time: one, where there is more to do than to gather them."""
+        """Batches that are made at a time: one, where there is more to do than to gather them; never so many that a thread has no part in
+        the epoch, or only one."""
         at_once = getattr(self.ds, "batches_at_once", None)
         if at_once is None or self.batch_transform is not None or not gathers(self.ds, self.collate):
             return 1
-        return whole("batches_at_once", at_once(self.batch_size), 1)
+        fair = -(-len(self) // (2 * max(self.workers, 1)))
+        return min(whole("batches_at_once", at_once(self.batch_size), 1), max(fair, 1))
 
     @property
     def _ahead(self) -> int:

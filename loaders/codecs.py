@@ -23,7 +23,7 @@ _JPEG_SAMPLING = {"444": 0x111111, "422": 0x211111, "420": 0x221111, "440": 0x12
 
 # Before OpenCV 4.11 there is no IMREAD_COLOR_RGB and the channels are swapped in a second pass.
 _READS_RGB = hasattr(cv2, "IMREAD_COLOR_RGB")
-_READ_FLAGS = (cv2.IMREAD_COLOR_RGB if _READS_RGB else cv2.IMREAD_COLOR) | cv2.IMREAD_IGNORE_ORIENTATION
+READ_FLAGS = (cv2.IMREAD_COLOR_RGB if _READS_RGB else cv2.IMREAD_COLOR) | cv2.IMREAD_IGNORE_ORIENTATION
 
 
 class DecodeError(ValueError):
@@ -103,7 +103,7 @@ def decode_image(data: bytes | memoryview, part: ImagePart, out: NDArray[np.uint
             return _decode_jpeg(data, out)
         if part == "png":
             _check_chunks(data)
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), _READ_FLAGS)
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), READ_FLAGS)
     except MemoryError:  # a fault of the machine, not of the data
         raise
     except Exception as e:  # decoders raise whatever they like; all of it is about these bytes
