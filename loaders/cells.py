@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,8 @@ class SubJpeg:
         self._slices: list[tuple[int, int, int]] = []
 
     def place(self, slices: list[tuple[int, int, int]]) -> None:
-        """Say for each row of cells where its bytes start and stop in the part, and where they go."""
+        """Say for the bytes of each row of cells, or of several that follow each other, where they start and stop in the part, and where
+        they go."""
         self._slices = slices
         start, stop, place = slices[-1]
         self.num_bytes = place + stop - start
@@ -140,10 +142,6 @@ class SubJpeg:
         `buffer`: writable, of `num_bytes`. Slices at most `MAX_GAP` apart are one stretch; bytes between them go to waste.
         """
         begin = end = self._slices[0][0]
-        if self.right - self.left == self.grid.columns:  # whole rows of cells: their slices follow each other
-            size = self._slices[-1][1] - begin
-            yield [buffer[self.num_bytes - size : self.num_bytes]], begin, size
-            return
         views: list[memoryview] = []
         for start, stop, place in self._slices:
             if start - end > MAX_GAP:
@@ -222,20 +220,17 @@ class SubJpegs:
         self._numbers[last_cells[holds_end.astype(bool)]] = EOI
         self._new_numbers = _restart_markers(np.arange(len(number)) - _sums_before(num_cells).repeat(num_cells))
         self._new_numbers[last_cells] = EOI
-        self._place(starts.tolist(), stops.tolist(), places.tolist())
-
-    def _place(self, starts: list[int], stops: list[int], places: list[int]) -> None:
-        self._begins: list[int] = []
-        row = 0
-        for part in self.parts:
-            last = row + part.bottom - part.top
-            begin = places[row] - len(part.grid.head)
-            slices = [
-                (start, stop, place - begin) for start, stop, place in zip(starts[row:last], stops[row:last], places[row:last], strict=True)
-            ]
-            part.place(slices)
-            self._begins.append(begin)
-            row = last
+        # Whole rows of cells follow each other in the part: they are one slice.
+        apart = np.ones(len(starts) + 1, np.bool_)
+        np.not_equal(starts[1:], stops[:-1], out=apart[1:-1])
+        apart[rows.cumsum()] = True
+        begins = places[rows.cumsum() - rows] - head
+        slices = np.stack((starts[apart[:-1]], stops[apart[1:]], (places - begins[picture])[apart[:-1]]), axis=1)
+        counts = np.add.reduceat(apart[:-1], rows.cumsum() - rows, dtype=np.int64)
+        self._begins: list[int] = begins.tolist()
+        at_hand = iter(map(tuple, slices.tolist()))
+        for part, count in zip(self.parts, counts.tolist(), strict=True):
+            part.place(list(islice(at_hand, count)))
 
     def assemble(self, buffer: memoryview, sources: Sequence[memoryview | Reading]) -> list[memoryview]:
         """Make the JPEGs in `buffer` (writable, of `num_bytes`) and give their places there. `sources`: the image part of each.

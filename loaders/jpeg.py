@@ -93,10 +93,11 @@ class JpegHeader:
         It does for a baseline picture (SOF0, 8 bits) with all components in one scan and a restart interval that divides the MCUs of
         a row.
         """
-        per_row, rows = self.mcus
         interval = self.restart_interval
-        whole = self.sof == SOF0 and self.precision == 8 and self.scan_components == len(self.components)
-        return (rows, per_row // interval) if whole and interval and per_row % interval == 0 else (0, 0)
+        if not (interval and self.sof == SOF0 and self.precision == 8 and self.scan_components == len(self.components)):
+            return 0, 0
+        per_row, rows = self.mcus
+        return (0, 0) if per_row % interval else (rows, per_row // interval)
 
 
 def parse_header(data: bytes | bytearray | memoryview) -> JpegHeader:

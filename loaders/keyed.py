@@ -19,19 +19,21 @@ def rekey(bits: np.random.Philox, seed: int, epoch: int, index: int) -> None:
     never meet.
     """
     state = _fresh.state
-    state["state"]["counter"][3] = index & _MASK
-    state["state"]["key"][:] = seed & _MASK, epoch & _MASK
-    bits.state = state  # type: ignore[assignment]  # its own stub takes a TypedDict of lists; copied
+    words = state["state"]
+    words["counter"][3] = index & _MASK
+    words["key"][:] = seed & _MASK, epoch & _MASK
+    bits.state = state  # type: ignore[assignment]  # its own stub takes a TypedDict; copied
 
 
 class _State(threading.local):
     """Each thread's state of a generator that has drawn nothing: making a new one takes longer than a draw."""
 
     def __init__(self) -> None:
+        # Lists: the generator reads them in half the time of arrays.
         self.state: dict[str, Any] = {
             "bit_generator": "Philox",
-            "state": {"counter": np.zeros(4, np.uint64), "key": np.zeros(2, np.uint64)},
-            "buffer": np.zeros(4, np.uint64),
+            "state": {"counter": [0, 0, 0, 0], "key": [0, 0]},
+            "buffer": [0, 0, 0, 0],
             "buffer_pos": 4,
             "has_uint32": 0,
             "uinteger": 0,
