@@ -80,6 +80,9 @@ def one(name: str, data: Data, rounds: int, seconds: float) -> dict[str, Any]:
         found = pack_workloads(data, rounds)
     else:
         contestants = WORKLOADS[name].contestants(data)
+        if not contestants:
+            print("  left out: it needs the program jpegtran (libjpeg-turbo-progs)", flush=True)
+            return {}
         logs = data.bench / "logs" / name
         logs.mkdir(parents=True, exist_ok=True)
         pythons = {venv: python_of(data.bench, venv) for venv in ("main", *WANTED)}
