@@ -46,7 +46,7 @@ class BatchLoader:
         shuffle: False takes the samples as stored.
         seed: of the order.
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
-            ranks. Batches of small images are made several at a time (of a memmap up to 16, and 16 MiB; of tars up to 4096 samples), which
+            ranks. Batches of small images are made several at a time (of a memmap up to 16, and 16 MiB; of tars up to 2048 samples), which
             are freed together.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.

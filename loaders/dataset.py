@@ -374,8 +374,8 @@ class PackedDataset(Dataset[SampleDict], ABC):
     def gather(self, indices: ArrayLike, out: dict[str, NDArray[Any]]) -> NDArray[np.int64]:
         """Fill ``out[name][:B]`` with the samples `indices` (int64 [B], 0-based), in place, for the names in `out`, untransformed.
 
-        `out`: C-contiguous arrays [>= B, ...] of `batch_fields`' shapes and dtypes. Sort the indices by stored position where you can:
-        then each shard is gathered by one call.
+        `out`: C-contiguous arrays [>= B, ...] of `batch_fields`' shapes and dtypes. Sort the indices by stored position where you can: of a
+        memmap each shard is then gathered by one call.
 
         Returns:
             int64 [B]: the indices really there, which differ from `indices` where ``on_error="replace"`` replaced a damaged sample.

@@ -29,7 +29,7 @@ from loaders.strips import LEAST_TOGETHER, MAX_PIXELS, decode_strips, decodes_st
 _MIN_BUFFER = 1 << 18
 _WHOLE_BYTES = 1 << 17
 """A picture of no more is read in one go, though only some of its cells are needed: to copy 100 kB takes as long as a second call."""
-_SAMPLES_AT_ONCE = 4096
+_SAMPLES_AT_ONCE = 2048
 _GROUP = 64
 """Small pictures that are read and decoded together: 192 kB of 32x32 stay in the caches."""
 _READ_ALONG = 1 << 14
@@ -364,23 +364,20 @@ class ShardDataset(PackedDataset):
     def _read_group(self, group: list[_Stored]) -> tuple[memoryview, list[int]]:
         """Read the pictures, behind room for `decode_strips`, and say where each begins. Those that lie close together are read by one
         call, with what lies between them. Raises OSError."""
-        stretches: list[tuple[int, int, int]] = []
+        stretches: list[tuple[int, int, int, int]] = []  # shard, first byte, end, place
         starts: list[int] = []
         shard, begin, end, place = group[0].shard, group[0].offset, group[0].offset, head_bytes(len(group))
         for picture in group:
             if picture.shard != shard or not 0 <= picture.offset - end <= _READ_ALONG:
-                stretches.append((shard, begin, end))
-                place += end - begin
-                shard, begin = picture.shard, picture.offset
+                stretches.append((shard, begin, end, place))
+                shard, begin, place = picture.shard, picture.offset, place + end - begin
             starts.append(place + picture.offset - begin)
             end = picture.offset + picture.size
-        stretches.append((shard, begin, end))
+        stretches.append((shard, begin, end, place))
         data = self._buffer("image", place + end - begin)
-        place = head_bytes(len(group))
-        for shard, begin, end in stretches:
+        for shard, begin, end, place in stretches:
             if self._file(shard).read_scattered([data[place : place + end - begin]], begin, end - begin) < end - begin:
                 raise OSError("cut short")
-            place += end - begin
         return data, starts
 
     def _read_into(self, slot: NDArray[np.uint8], index: int) -> None:
