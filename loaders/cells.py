@@ -223,10 +223,11 @@ class SubJpegs:
         # Whole rows of cells follow each other in the part: they are one slice.
         apart = np.ones(len(starts) + 1, np.bool_)
         np.not_equal(starts[1:], stops[:-1], out=apart[1:-1])
-        apart[rows.cumsum()] = True
-        begins = places[rows.cumsum() - rows] - head
+        first_rows = _sums_before(rows)
+        apart[first_rows] = True
+        begins = places[first_rows] - head
         slices = np.stack((starts[apart[:-1]], stops[apart[1:]], (places - begins[picture])[apart[:-1]]), axis=1)
-        counts = np.add.reduceat(apart[:-1], rows.cumsum() - rows, dtype=np.int64)
+        counts = np.add.reduceat(apart[:-1], first_rows, dtype=np.int64)
         self._begins: list[int] = begins.tolist()
         at_hand = iter(map(tuple, slices.tolist()))
         for part, count in zip(self.parts, counts.tolist(), strict=True):

@@ -16,7 +16,7 @@ from PIL import Image, ImageCms, PngImagePlugin
 from loaders.cells import SubJpegs, open_grid
 from loaders.codecs import DecodeError, encode_image
 from loaders.jpeg import JpegError, parse_header, restart_offsets
-from loaders.strips import decode_strips, head_bytes
+from loaders.strips import LEAST_TOGETHER, decode_strips, head_bytes
 from packer.boxes import Picture, place_boxes
 from packer.findings import Findings
 from packer.images import ImageError, check, decode, probe, reset_orientation, upright
@@ -180,9 +180,10 @@ def jpeg(_scratch: Path) -> Target:
         offsets = restart_offsets(data)
         header = parse_header(data)
         if header.height * header.width <= SMALL_PIXELS:
-            start, size = head_bytes(2), len(data)
-            twice = memoryview(bytearray(start) + data + data)
-            decode_strips(twice, [(0, start, size), (1, start + size, size)], np.zeros((2, header.height, header.width, 3), np.uint8))
+            count, size = LEAST_TOGETHER, len(data)  # fewer are not decoded at all
+            start = head_bytes(count)
+            out = np.zeros((count, header.height, header.width, 3), np.uint8)
+            decode_strips(memoryview(bytearray(start) + data * count), [(n, start + n * size, size) for n in range(count)], out)
         if not len(offsets):
             return header
         steps = np.diff(offsets.astype(np.int64))
