@@ -24,11 +24,10 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from loaders.advice import Advice, advise
 from loaders.batches import default_workers
-from loaders.usage import Usage
+from loaders.usage import LOOK_EVERY_S, Usage
 
 
 class ScalarWriter(Protocol):
@@ -115,7 +114,7 @@ class Monitor:
         self.summary: Summary | None = None
         """Of the last epoch, also of one that was left early."""
         self._epoch = 0
-        self._step = 0
+        self._step = 0  # those of earlier epochs
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]  # a stream without a length raises TypeError, as it would itself
@@ -127,15 +126,17 @@ class Monitor:
 
     def __iter__(self) -> Iterator[Any]:
         run = _Run(self._loaders_epoch(), self.device)
-        try:
-            with _Lines(self.log) as lines:
+        with _Lines(self.log) as lines:
+            try:
                 yield from self._measured(run, lines)
-        finally:
-            if run.data_s:
-                self.summary = run.summary()
-                self._epoch += 1
-        if run.data_s:
-            self._tell()
+            finally:
+                if run.data_s:
+                    self.summary = run.summary()
+                    self._epoch += 1
+                    self._step += len(run.data_s)
+            if run.data_s and self.summary is not None:
+                lines.write({"kind": "epoch", "step": self._step, **asdict(self.summary)})
+                self._tell(self.summary)
 
     def _loaders_epoch(self) -> int:
         """Which epoch the loader begins, where it knows; else the number of those before it here."""
@@ -152,49 +153,51 @@ class Monitor:
             close()
 
     def _measured(self, run: _Run, lines: _Lines) -> Iterator[Any]:
-        clock = time.perf_counter
+        # A step of some milliseconds leaves little of this in the processor's caches, where a method called or an attribute looked up costs
+        # microseconds: local names, and no call that could be spared.
+        clock, synchronize = time.perf_counter, self.synchronize and torch.cuda.is_available()
+        add_data, add_step, add_size = run.data_s.append, run.step_s.append, run.sizes.append
+        look_at, steps_left = 0.0, self.log_every - self._step % self.log_every
         before = clock()
-        iterator = iter(self.batches)  # counts as waiting: a DataLoader starts its workers here
-        done = object()
-        while True:
-            batch = next(iterator, done)
+        for batch in self.batches:  # to begin counts as waiting: a DataLoader starts its workers there
             got = clock()
-            if batch is done:
-                break
             size = num_samples(batch)
             yield batch
             del batch
-            if self.synchronize and torch.cuda.is_available():
+            if synchronize:
                 torch.cuda.synchronize(self.device)
             now = clock()
-            run.add(got - before, now - got, size, now)
-            self._step += 1
-            if self._step % self.log_every == 0:
+            add_data(got - before)
+            add_step(now - got)
+            add_size(size)
+            if now >= look_at:
+                run.usage.look()
+                look_at = now + LOOK_EVERY_S
+            steps_left -= 1
+            if not steps_left:
+                steps_left = self.log_every
                 self._note(run, lines)
             before = now
-        summary = run.summary() if run.data_s else None
-        if summary is not None:
-            lines.write({"kind": "epoch", "step": self._step, **asdict(summary)})
 
     def _note(self, run: _Run, lines: _Lines) -> None:
         """The last `log_every` steps: one line, and scalars."""
         data_s, step_s = sum(run.data_s[-self.log_every :]), sum(run.step_s[-self.log_every :])
-        samples = sum(run.sizes[-self.log_every :])
+        samples, step = sum(run.sizes[-self.log_every :]), self._step + len(run.data_s)
         values = {"data_share": data_s / (data_s + step_s), "samples_per_s": samples / (data_s + step_s), "rss_bytes": run.usage.rss_bytes}
         if self.writer is not None:
             for name, value in values.items():
-                self.writer.add_scalar(f"loader/{name}", value, self._step)
-        lines.write({"kind": "steps", "epoch": run.epoch, "step": self._step, "data_s": data_s, "step_s": step_s, **values})
+                self.writer.add_scalar(f"loader/{name}", value, step)
+        lines.write({"kind": "steps", "epoch": run.epoch, "step": step, "data_s": data_s, "step_s": step_s, **values})
 
     @property
     def advice(self) -> Advice | None:
         """What most likely makes the last epoch wait, and the setting to change; None when there is no epoch yet."""
         return None if self.summary is None else advise(self.summary, self.batches)
 
-    def _tell(self) -> None:
-        summary, advice = self.summary, self.advice
-        if self.warn_share is None or summary is None or advice is None or summary.data_share <= self.warn_share:
+    def _tell(self, summary: Summary) -> None:
+        if self.warn_share is None or summary.data_share <= self.warn_share:
             return
+        advice = advise(summary, self.batches)
         warnings.warn(
             f"training waited for data {summary.data_share:.0%} of epoch {summary.epoch} ({summary.data_s:.1f} of {summary.seconds:.1f} s)."
             f" Most likely: {advice.cause}. Try: {advice.cure}",
@@ -211,35 +214,24 @@ class _Run:
         self.data_s, self.step_s, self.sizes = array("d"), array("d"), array("q")
         self.usage = Usage(device)
 
-    def add(self, data_s: float, step_s: float, size: int, now: float) -> None:
-        self.data_s.append(data_s)
-        self.step_s.append(step_s)
-        self.sizes.append(size)
-        if now >= self.usage.next_look:
-            self.usage.look(now)
-
     def summary(self) -> Summary:
-        data, step = np.asarray(self.data_s), np.asarray(self.step_s)
-        seconds = float(data.sum() + step.sum())
+        data_s, step_s, num_samples = sum(self.data_s), sum(self.step_s), sum(self.sizes)
+        seconds = data_s + step_s
+        percentiles = np.percentile((self.data_s, self.step_s), (50, 90, 99), axis=1).T.tolist()
         return Summary(
             epoch=self.epoch,
-            num_steps=len(data),
-            num_samples=sum(self.sizes),
+            num_steps=len(self.data_s),
+            num_samples=num_samples,
             seconds=seconds,
-            data_s=float(data.sum()),
-            step_s=float(step.sum()),
-            data_share=float(data.sum()) / seconds,
-            samples_per_s=sum(self.sizes) / seconds,
+            data_s=data_s,
+            step_s=step_s,
+            data_share=data_s / seconds,
+            samples_per_s=num_samples / seconds,
             first_s=self.data_s[0],
-            data_percentiles_s=_three(data),
-            step_percentiles_s=_three(step),
+            data_percentiles_s=tuple(percentiles[0]),
+            step_percentiles_s=tuple(percentiles[1]),
             **self.usage.total(),
         )
-
-
-def _three(times: NDArray[np.float64]) -> tuple[float, float, float]:
-    p50, p90, p99 = np.percentile(times, (50, 90, 99)).tolist()
-    return p50, p90, p99
 
 
 class _Lines:
@@ -267,10 +259,20 @@ def num_samples(batch: Any) -> int:
 
 
 def _first_length(value: Any) -> int | None:
-    if isinstance(value, torch.Tensor):
-        return len(value) if value.ndim else None
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
+    # Runs between steps that have emptied the processor's caches. Plain containers come first: to ask of another object whether it is a
+    # Tensor or a Mapping runs code of their metaclasses. `shape` is a third of what `len` costs, which goes through torch's dispatcher.
+    if isinstance(value, dict):
+        inner: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        inner = value
+    elif isinstance(value, torch.Tensor):
+        shape = value.shape
+        return shape[0] if shape else None
+    elif isinstance(value, Mapping):
+        inner = value.values()
+    else:
         return None
-    return next((found for found in map(_first_length, value) if found is not None), None)
+    for item in inner:
+        if (found := _first_length(item)) is not None:
+            return found
+    return None

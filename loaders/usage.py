@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Usage:
-    """Since it was made. `rss_bytes`: the most memory seen; `next_look`: when `look` should be called again, by `time.perf_counter`."""
+    """Since it was made. `rss_bytes` is the most memory seen by `look`, to be called every `LOOK_EVERY_S`."""
 
     def __init__(self, device: int | None) -> None:
         self._device = _Device.open(device)
@@ -26,11 +25,9 @@ class Usage:
         self._read = _read_bytes()
         self._gpu: list[tuple[float, int]] = []
         self.rss_bytes = 0
-        self.next_look = 0.0
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         """Note what is used now."""
-        self.next_look = now + LOOK_EVERY_S
         self.rss_bytes = max(self.rss_bytes, _rss_bytes())
         if self._device is not None:
             try:
@@ -40,7 +37,7 @@ class Usage:
 
     def total(self) -> dict[str, Any]:
         """The values of a `loaders.monitor.Summary` that are of this kind."""
-        self.look(time.perf_counter())
+        self.look()
         seconds = max(time.perf_counter() - self._began, 1e-9)
         read = _read_bytes()
         return {
@@ -55,29 +52,32 @@ class Usage:
 def _cpu_s() -> float:
     """Processor seconds of this process and its children, running ones included (Linux; elsewhere ended ones only)."""
     total = sum(os.times()[:4])
-    for path in Path("/proc/self/task").glob("*/children"):  # a child is listed under the thread that started it
-        try:
-            for child in path.read_text().split():
-                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+    threads = os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []
+    for thread in threads:  # a child is listed under the thread that started it
+        for child in (_text(f"/proc/self/task/{thread}/children") or "").split():
+            if stat := _text(f"/proc/{child}/stat"):  # else it has just ended
+                fields = stat.rpartition(")")[2].split()
                 total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except OSError:
-            pass  # it has just ended
     return total
 
 
 def _rss_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    pages = _text("/proc/self/statm")
+    return int(pages.split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def _read_bytes() -> int | None:
+    lines = (_text("/proc/self/io") or "").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def _text(path: str) -> str | None:
+    """What is in the file; None where there is no such file. Not by `Path`, which takes as long as the reading."""
     try:
-        lines = Path("/proc/self/io").read_text().splitlines()
+        with open(path) as file:
+            return file.read()
     except OSError:
         return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
 
 
 class _Device:

@@ -47,7 +47,7 @@ def cost(count: int, step_s: float) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for words, found in (("empty steps", cost(20_000, 0.0)), ("steps of 5 ms", cost(200, STEP_S))):
+    for words, found in (("empty steps", cost(20_000, 0.0)), ("steps of 5 ms", cost(500, STEP_S))):
         median, low, high = statistics.median(found), min(found), max(found)
         print(
             f"monitor, {words}: {median * 1e6:.1f} us a step ({low * 1e6:.1f} to {high * 1e6:.1f}), "
