@@ -60,13 +60,14 @@ def advise(numbers: Numbers, loader: Iterable[Any]) -> Advice:
             f"the pictures come from storage, at {rate:,.0f} MB/s, and not from memory",
             "a faster disk, smaller pictures (`pack build --resize`, `--image jpg`), or more threads, so that more reads are under way",
         )
+    threads = isinstance(loader, BatchLoader) and not loader.processes
     return Advice(
         "the threads wait for each other: a transform or collate in pure Python holds the interpreter's lock"
         if threads
         else "the workers wait for something other than the processor: storage, or passing batches between processes",
-        "OpenCV or NumPy calls in the transform, or DataLoader workers for it; `pack bench` compares them"
+        "BatchLoader(processes=True), or OpenCV or NumPy calls in the transform; `pack bench` compares them"
         if threads
-        else "BatchLoader, whose threads pass no batches between processes; `pack bench` compares them",
+        else "BatchLoader with threads, which pass no batches between processes; `pack bench` compares them",
     )
 
 

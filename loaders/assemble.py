@@ -1,10 +1,10 @@
-"""Makes one batch: which samples, read into a slot, collated. Runs in several producer threads at a time; holds no state that changes."""
+"""Makes batches: which samples, read into a slot, collated. Runs in several producer threads at a time; holds no state that changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,9 +72,45 @@ def gathers(ds: BatchSource, collate: object) -> bool:
     return isinstance(collate, Collate) and ds.transform is None
 
 
+class Rows(NamedTuple):
+    """What `count` batches of equal size are made of. `indices`: int64 [count, B]. `epochs`: [count][B], for `BatchSource.load` of each;
+    None where batches are gathered. `valid`: bool [count, B]; None where it is no part of the batches."""
+
+    indices: NDArray[np.int64]
+    epochs: list[list[int]] | None
+    valid: NDArray[np.bool_] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartMaker:
+    """``maker(number)`` is one rank's batch of an epoch, from `part` alone: any thread, any time, the same batch.
+
+    `make`: a `BatchMaker`, or what asks another process for its work.
+    """
+
+    part: EpochPart
+    make: Callable[[Rows], list[Batch]]
+    gathers: bool
+
+    def __call__(self, number: int) -> Batch:
+        [batch] = self.together(range(number, number + 1))
+        return batch
+
+    def together(self, numbers: range) -> list[Batch]:
+        """Consecutive batches, gathered in one go, in one slot."""
+        indices, places, valid = self.part.batches(numbers)
+        # Rows that only pad have the place of the sample that they repeat.
+        epochs = None if self.gathers else [self.part.order.load_epochs(row) for row in places]
+        try:
+            return self.make(Rows(indices, epochs, valid if self.part.remainder == "pad" else None))
+        except Exception as e:
+            e.add_note(f"in batch {numbers.start} (from 0) of epoch {self.part.order.epoch}, rank {self.part.rank}")
+            raise
+
+
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """``maker(number)`` makes one rank's batch of an epoch, from `part` alone: any thread, any time, the same batch.
+    """Reads and collates batches.
 
     `collate` is one of `loaders.collate`: it never sees the images, which are read into their slot. Any other callable gets a list of whole
     samples, as ``ds[i]`` gives them, and there is no slot.
@@ -82,43 +118,31 @@ class BatchMaker:
 
     ds: BatchSource
     slots: Slots
-    part: EpochPart
     collate: Collate | Callable[[list[Batch]], Batch]
     batch_transform: Callable[[Batch], Batch] | None
 
-    def __call__(self, number: int) -> Batch:
-        try:
-            return self._made(number)
-        except Exception as e:
-            e.add_note(f"in batch {number} (from 0) of epoch {self.part.order.epoch}, rank {self.part.rank}")
-            raise
-
-    def together(self, numbers: range) -> list[Batch]:
-        """Consecutive batches, gathered in one go, in one slot."""
-        indices, _, valid = self.part.batches(numbers)
-        return [self._finished(*each) for each in zip(self._gathered(indices.ravel(), len(numbers)), valid, strict=True)]
-
-    def _made(self, number: int) -> Batch:
-        indices, places, valid = self.part.batch(number)
-        if gathers(self.ds, self.collate):
-            [batch] = self._gathered(indices, 1)
+    def __call__(self, rows: Rows) -> list[Batch]:
+        count = len(rows.indices)
+        if rows.epochs is None:
+            batches = self._gathered(rows.indices.ravel(), count)
         else:
-            # Rows that only pad have the place of the sample that they repeat.
-            keys = list(zip(indices.tolist(), self.part.order.load_epochs(places), strict=True))
-            if isinstance(self.collate, Collate):
-                batch = self._transformed(keys, self.collate)
-            else:
-                batch = self.collate([to_tensors(sample) for sample in self._loaded(keys)])
-        return self._finished(batch, valid)
+            batches = [self._loaded_batch(list(zip(*each, strict=True))) for each in zip(rows.indices.tolist(), rows.epochs, strict=True)]
+        valid = [None] * count if rows.valid is None else rows.valid
+        return [self._finished(*each) for each in zip(batches, valid, strict=True)]
 
-    def _finished(self, batch: Batch, valid: NDArray[np.bool_]) -> Batch:
-        if self.part.remainder == "pad":
+    def _loaded_batch(self, keys: list[tuple[int, int]]) -> Batch:
+        if isinstance(self.collate, Collate):
+            return self._transformed(keys, self.collate)
+        return self.collate([to_tensors(sample) for sample in self._loaded(keys)])
+
+    def _finished(self, batch: Batch, valid: NDArray[np.bool_] | None) -> Batch:
+        if valid is not None:
             batch["valid"] = torch.from_numpy(valid)
         if self.batch_transform is not None:
             batch = self.batch_transform(batch)
             if not isinstance(batch, dict):
                 raise TypeError(f"batch_transform returned {type(batch).__name__}, expected the batch, a dict")
-        return {name: _pinned(value) for name, value in batch.items()} if self.slots.pinned else batch
+        return {name: pinned(value) for name, value in batch.items()} if self.slots.pinned else batch
 
     def _gathered(self, indices: NDArray[np.int64], count: int) -> list[Batch]:
         """`count` batches of equal size that follow each other in `indices`."""
@@ -190,7 +214,8 @@ def _name(sample: dict[str, Any]) -> str:
     return f"sample {sample.get('index')} (key {sample.get('key')})"
 
 
-def _pinned(value: Any) -> Any:
+def pinned(value: Any) -> Any:
+    """A value of a batch in page-locked memory."""
     if isinstance(value, torch.Tensor):
         return value if value.is_pinned() or value.device.type != "cpu" else value.pin_memory()
-    return [_pinned(v) for v in value] if isinstance(value, list) else value
+    return [pinned(v) for v in value] if isinstance(value, list) else value

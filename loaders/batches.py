@@ -1,7 +1,7 @@
-"""`BatchLoader`: packed data to batches, by threads, in a fixed order that can be resumed.
+"""`BatchLoader`: packed data to batches, by threads or processes, in a fixed order that can be resumed.
 
 What comes when is `loaders.epochs`, what one batch is made of `loaders.assemble`, its memory `loaders.slots`, the threads
-`loaders.engine`. This module ties them together.
+`loaders.engine`, processes beside them `loaders.processes`. This module ties them together.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 from loaders.arguments import function, whole
-from loaders.assemble import BATCH_SOURCE, Batch, BatchMaker, BatchSource, gathers
+from loaders.assemble import BATCH_SOURCE, Batch, BatchMaker, BatchSource, PartMaker, gathers
 from loaders.batch_transforms import begin_epoch
 from loaders.collate import Collate, collate_list
 from loaders.engine import Ordered
 from loaders.epochs import Epochs, rank_and_world
+from loaders.processes import Processes, RemoteMaker, Spec
 from loaders.sampling import Remainder
 from loaders.slots import Slots
 from loaders.weighted import Weights
@@ -48,6 +49,10 @@ class BatchLoader:
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
             ranks. Batches of small images are made several at a time (of a memmap up to 16, and 16 MiB; of tars up to 2048 samples), which
             are freed together.
+        processes: each worker makes its batches in a process of its own, which starts with the first epoch (a second or two) and lives
+            until `close`. The batches are the same. Faster where Python's lock holds threads up: transforms in Python, and many small
+            decodes (pictures of 256 pixels); `pack bench` compares. What the batches are made of must be picklable, and the script's work
+            stand under ``if __name__ == "__main__":``.
         remainder: "drop" leaves out the samples that fill no batch on every rank; "pad" repeats the last one until they do, and `valid`
             is False for repeats: each sample is valid exactly once over all ranks.
         collate: for boxes: one of `loaders.collate` (default `collate_list`); or ``collate(samples) -> dict`` for anything else, called
@@ -59,12 +64,13 @@ class BatchLoader:
             drawn in proportion to it; or "balanced", by the classes, see `loaders.weighted.balanced_weights`. A sample that is drawn
             again is augmented anew. None: each sample comes once.
         batch_transform: ``batch_transform(batch) -> batch``, called in the threads; its `set_epoch`, where it has one, before each epoch.
+            Processes call copies of it, made when an epoch begins.
 
     An error comes at its batch and ends the iterator; the loader stays usable: its state is that before the batch, a new iterator begins
     the epoch again.
 
     Raises:
-        TypeError: an argument is of another kind.
+        TypeError: an argument is of another kind, or cannot be pickled for ``processes=True``.
         ValueError: an argument is out of range; an epoch has no batch; weights are no weights, or given with ``shuffle=False``; or the
             images differ in size and nothing makes them equal.
     """
@@ -83,6 +89,7 @@ class BatchLoader:
         world_size: int | None = None,
         weights: Weights | None = None,
         batch_transform: Callable[[Batch], Batch] | None = None,
+        processes: bool = False,
     ) -> None:
         self.ds = _checked_source(ds)
         function("collate", collate, "collate(samples) -> dict")
@@ -98,10 +105,22 @@ class BatchLoader:
         self._check_images()
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True needs CUDA, which is not available here; pin_memory=None pins where it is")
-        pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self._slots = Slots(keep=2 * self._ahead + 2, pinned=pinned)
+        if not isinstance(processes, bool):
+            raise TypeError(f"processes is {processes!r}, expected True or False: how many, `workers` says")
+        if processes and not self.workers:
+            raise ValueError("processes=True has no process with workers=0: give 1 or more, or None")
+        self._pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
+        # Page-locked memory cannot be shared: what processes made is copied there.
+        self._slots = Slots(keep=2 * self._ahead + 2, pinned=self._pinned and not processes, shared=processes)
+        self._processes = Processes(self.workers, self._slots) if processes else None
+        self._make()  # what cannot be sent to processes is said now
         self._closed = False
         self._running: weakref.ref[_Iterator] | None = None
+
+    @property
+    def processes(self) -> bool:
+        """Whether the workers are processes."""
+        return self._processes is not None
 
     def _run(self) -> int:
         """Batches that are made at a time: one, where there is more to do than to gather them; never so many that a thread has no part in
@@ -137,10 +156,14 @@ class BatchLoader:
             raise RuntimeError("the BatchLoader is closed")
         self._end_running()
         begin_epoch(self.batch_transform, self._epochs.epoch)
-        maker = BatchMaker(self.ds, self._slots, self._epochs.begin(), self.collate, self.batch_transform)
+        maker = PartMaker(self._epochs.begin(), self._make(), gathers(self.ds, self.collate))
         iterator = _Iterator(self, Ordered(maker, len(self), self.workers, self._ahead, self._run(), maker.together))
         self._running = weakref.ref(iterator)
         return iterator
+
+    def _make(self) -> BatchMaker | RemoteMaker:
+        local = BatchMaker(self.ds, self._slots, self.collate, self.batch_transform)
+        return local if self._processes is None else RemoteMaker(self._processes, Spec.of(local), self._pinned)
 
     def _end_running(self) -> None:
         iterator = self._running() if self._running is not None else None
@@ -167,9 +190,11 @@ class BatchLoader:
         self._end_running()
 
     def close(self) -> None:
-        """End the threads and free the memory kept for reuse. Batches that are held stay valid."""
+        """End the threads and processes, and free the memory kept for reuse. Batches that are held stay valid."""
         self._closed = True
         self._end_running()
+        if self._processes is not None:
+            self._processes.close()
         self._slots.clear()
 
     def __enter__(self) -> BatchLoader:

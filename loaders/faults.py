@@ -19,6 +19,8 @@ T = TypeVar("T")
 # After 16 neighbours the tries double their distance, so that a whole missing shard costs few of them.
 REPLACEMENT_OFFSETS = (*range(1, 17), *(1 << k for k in range(5, 40)))
 _MAX_COUNTERS = 64
+process_number: int | None = None
+"""Of a process of `loaders.processes`, from 0; None in any other."""
 
 
 class SampleError(RuntimeError):
@@ -55,7 +57,12 @@ class Replacements(ForkAware):
         self._array: NDArray[np.int64] = self._counts.numpy()
 
     def __reduce__(self) -> tuple[type[Replacements], tuple[torch.Tensor]]:
-        return Replacements, (self._counts,)
+        return Replacements, (self.counts,)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """What all processes share."""
+        return self._counts
 
     @property
     def total(self) -> int:
@@ -83,10 +90,11 @@ class Replacements(ForkAware):
     def count(self, what: str, error: SampleError) -> None:
         """Count one; the first is told as a warning."""
         info = get_worker_info()
+        process = process_number if info is None else info.id
         with self.lock:
             first = self.total == 0
             self._told += int(first)
-            self._array[0 if info is None else 1 + info.id % (_MAX_COUNTERS - 1)] += 1
+            self._array[0 if process is None else 1 + process % (_MAX_COUNTERS - 1)] += 1
         if first:
             warnings.warn(f"{what}; further ones are counted in num_replaced only: {error}", stacklevel=2)
 

@@ -5,9 +5,15 @@ Fresh memory costs a page fault every 4 KiB: filling a new 38 MB batch takes sev
 
 from __future__ import annotations
 
+import errno
+import math
+import mmap
+import os
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping
+from itertools import count as counter
 from typing import Any
 
 import numpy as np
@@ -21,22 +27,79 @@ Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Name -> shape and dtype of one sample's value."""
 
 
-class Slot:
-    """Arrays [rows, *shape] of one batch, `arrays`, to be filled by who took it."""
+_ALIGN = 64
+_numbers = counter()
 
-    def __init__(self, fields: Fields, rows: int, pinned: bool) -> None:
-        self.fields, self.rows = dict(fields), rows
+
+class SharedMemory:
+    """Anonymous memory that other processes can map, too: by its descriptor `fd`, for as long as anybody holds it. It has no name, so
+    nothing is left of it, whoever dies.
+
+    Raises:
+        OSError: there is not that much.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.fd = -1
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("shardpack-batch")
+        else:  # macOS
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
+        try:
+            if hasattr(os, "posix_fallocate"):  # now, not by SIGBUS when a page is first written
+                os.posix_fallocate(self.fd, 0, num_bytes)
+            else:
+                os.ftruncate(self.fd, num_bytes)
+            self.map = mmap.mmap(self.fd, num_bytes)
+        except OSError as e:
+            raise OSError(
+                e.errno or errno.ENOMEM,
+                f"no shared memory of {num_bytes:,} bytes for a batch: {e.strerror}. Take a smaller batch_size or fewer workers, or "
+                "processes=False",
+            ) from None
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Slot:
+    """Arrays [rows, *shape] of one batch, `arrays`, to be filled by who took it.
+
+    `mapped`: memory to take, of a slot with the same fields and rows in another process. `number`: unique in this process.
+    """
+
+    def __init__(self, fields: Fields, rows: int, pinned: bool = False, shared: bool = False, mapped: mmap.mmap | None = None) -> None:
+        self.fields, self.rows, self.number = dict(fields), rows, next(_numbers)
         self.arrays: dict[str, NDArray[Any]] = {}
         self.pinned: dict[str, torch.Tensor] = {}
-        for name, (shape, dtype) in fields.items():
+        *offsets, end = self._offsets()
+        self.memory = SharedMemory(max(end, 1)) if shared else None
+        memory = mapped if self.memory is None else self.memory.map
+        for (name, (shape, dtype)), offset in zip(fields.items(), offsets, strict=True):
             if pinned:
                 kind = torch.from_numpy(np.empty(0, dtype)).dtype
                 self.pinned[name] = torch.empty((rows, *shape), dtype=kind, pin_memory=True)
+            elif memory is not None:
+                self.arrays[name] = np.ndarray((rows, *shape), dtype, buffer=memory, offset=offset)
             else:
                 # NumPy asks for huge pages, torch does not: 6 against 20 to 39 ms for 39 MB.
                 self.arrays[name] = np.empty((rows, *shape), dtype)
         self._idle = self._counts()
         self.arrays.update((name, tensor.numpy()) for name, tensor in self.pinned.items())
+
+    def _offsets(self) -> list[int]:
+        """Where each array begins in memory that is one piece, and the end."""
+        offsets = [0]
+        for shape, dtype in self.fields.values():
+            end = offsets[-1] + self.rows * math.prod(shape) * dtype.itemsize
+            offsets.append(-(-end // _ALIGN) * _ALIGN)
+        return offsets
+
+    def bytes(self, name: str) -> NDArray[np.uint8]:
+        """An array's bytes, uint8 [n]: a view."""
+        return self.arrays[name].reshape(-1).view(np.uint8)
 
     def _counts(self) -> list[int]:
         return [sys.getrefcount(array) for array in self.arrays.values()]
@@ -53,10 +116,11 @@ class Slots(ForkAware):
         keep: slots remembered for reuse. Of those that are held longer than that many batches, only their tensors keep the memory.
         pinned: take page-locked memory from torch's allocator, anew for each batch. That allocator waits for running copies to a device
             before it lends memory again, which reference counts cannot tell.
+        shared: take memory that other processes can map.
     """
 
-    def __init__(self, keep: int, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(self, keep: int, pinned: bool, shared: bool = False) -> None:
+        self.pinned, self.shared = pinned, shared
         self._ring: deque[Slot] = deque(maxlen=keep)
         super().__init__()  # last: from now on a fork in another thread renews it
 
@@ -72,7 +136,7 @@ class Slots(ForkAware):
                 if slot.rows == rows and slot.fields == fields and slot.is_idle():
                     del self._ring[place]
                     return slot
-        return Slot(fields, rows, self.pinned)
+        return Slot(fields, rows, self.pinned, self.shared)
 
     def lend(self, slot: Slot, count: int = 1) -> list[dict[str, torch.Tensor]]:
         """Tensors over a filled slot's arrays, cut into `count` batches of equal size. When the last of them (and of their views) is gone,
@@ -83,9 +147,13 @@ class Slots(ForkAware):
             return [{name: tensor[cut] for name, tensor in slot.pinned.items()} for cut in cuts]
         # Cut before they are tensors: each has a storage and a version of its own.
         batches = [{name: torch.from_numpy(array[cut]) for name, array in slot.arrays.items()} for cut in cuts]
+        self.give_back(slot)
+        return batches
+
+    def give_back(self, slot: Slot) -> None:
+        """It may be taken again as soon as no view of its arrays is alive."""
         with self.lock:
             self._ring.append(slot)
-        return batches
 
     def clear(self) -> None:
         """Forget all slots; tensors that are held keep their memory."""

@@ -4,7 +4,8 @@
     print(result.best.code)
 
 Every setting of a small grid is run in turns: each round visits all of them for a moment, from another one on each time, so that
-whatever else the machine does falls on all alike, and the median over the rounds counts. Threads and processes end with their turn.
+whatever else the machine does falls on all alike, and the median over the rounds counts. Threads and DataLoader's processes end with their
+turn; those of a `BatchLoader`, which take seconds to start, wait for the next one.
 `loaders.machine` measures why it comes out as it does.
 """
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
@@ -22,7 +24,8 @@ from loaders.assemble import BatchSource
 from loaders.batches import BatchLoader, default_workers
 from loaders.workers import dataloader_kwargs
 
-Kind = Literal["threads", "processes"]
+Kind = Literal["threads", "processes", "dataloader"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Progress = Callable[[str], None]
 
 ROUNDS = 5
@@ -32,28 +35,30 @@ ALIKE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`BatchLoader` with so many threads, or torch's DataLoader with so many processes; 0: all is done in the training loop."""
+    """`BatchLoader` with so many "threads" or "processes", or torch's "dataloader" with so many processes; 0: all is done in the training
+    loop."""
 
     kind: Kind
     workers: int
     batch_size: int
 
     def __str__(self) -> str:
-        name = "BatchLoader" if self.kind == "threads" else "DataLoader"
-        return f"{name}, {self.workers} {self.kind}, batch {self.batch_size}"
+        name = "DataLoader" if self.kind == "dataloader" else "BatchLoader"
+        return f"{name}, {self.workers} {'threads' if self.kind == 'threads' else 'processes'}, batch {self.batch_size}"
 
     @property
     def imports(self) -> tuple[str, ...]:
         """What `statement` needs."""
-        if self.kind == "threads":
+        if self.kind != "dataloader":
             return ("from loaders.batches import BatchLoader",)
         return "import torch", "from torch.utils.data import DataLoader", "from loaders.workers import dataloader_kwargs"
 
     @property
     def statement(self) -> str:
         """Makes `batches` of a data set `ds`."""
-        if self.kind == "threads":
-            return f"batches = BatchLoader(ds, batch_size={self.batch_size}, shuffle=True, workers={self.workers})"
+        if self.kind != "dataloader":
+            more = ", processes=True" if self.kind == "processes" else ""
+            return f"batches = BatchLoader(ds, batch_size={self.batch_size}, shuffle=True, workers={self.workers}{more})"
         return (
             'device = "cuda" if torch.cuda.is_available() else "cpu"\n'
             f"settings = dataloader_kwargs(ds, {self.batch_size}, device, workers={self.workers})\n"
@@ -67,8 +72,8 @@ class Setting:
 
     def open(self, ds: Any) -> Iterable[Any]:
         """The loader."""
-        if self.kind == "threads":
-            return BatchLoader(ds, self.batch_size, workers=self.workers)
+        if self.kind != "dataloader":
+            return BatchLoader(ds, self.batch_size, workers=self.workers, processes=self.kind == "processes")
         return DataLoader(ds, shuffle=True, drop_last=True, **dataloader_kwargs(ds, self.batch_size, workers=self.workers))
 
 
@@ -97,10 +102,12 @@ class Tuning:
 
 
 def grid(batch_size: int, cores: int) -> list[Setting]:
-    """Threads and processes: none, powers of two up to the cores, the cores, and for threads one more, which fills the gaps of reading."""
+    """Threads and processes: none, powers of two up to the cores, the cores, and for threads one more, which fills the gaps of reading. Of
+    the processes of `BatchLoader`, which are for what threads cannot do at the same time, two or more."""
     counts = sorted({0, cores, *(2**k for k in range(cores.bit_length()) if 2**k <= cores)})
     threads = [Setting("threads", n, batch_size) for n in [*counts, cores + 1]]
-    return threads + [Setting("processes", n, batch_size) for n in counts]
+    processes = [Setting("processes", n, batch_size) for n in counts if n > 1]
+    return threads + processes + [Setting("dataloader", n, batch_size) for n in counts]
 
 
 def tune(ds: BatchSource, batch_size: int = 64, seconds: float = 60.0, progress: Progress = lambda _: None) -> Tuning:
@@ -133,7 +140,7 @@ def recommend(speeds: Iterable[Speed]) -> tuple[Setting, str]:
     """
     ranked = sorted(speeds, key=lambda s: -s.median)
     fast = [s for s in ranked if s.median >= ALIKE * ranked[0].median]
-    best = min(fast, key=lambda s: (s.setting.workers == 0, s.setting.workers, s.setting.kind == "processes"))
+    best = min(fast, key=lambda s: (s.setting.workers == 0, s.setting.workers, KINDS.index(s.setting.kind)))
     reason = f"{best.median:,.0f} samples/s, the fastest"
     if best is not ranked[0]:
         reason = f"{best.median:,.0f} samples/s, within {1 - ALIKE:.0%} of the fastest ({ranked[0].setting}: {ranked[0].median:,.0f})"
@@ -147,7 +154,8 @@ def race(
 ) -> tuple[list[Speed], list[tuple[Setting, str]]]:
     """Run each setting for an equal share of `seconds`, in turns; fewer rounds, but at least one, where batches take too long for all.
 
-    Returns the speeds, and the settings that cannot run here (a small /dev/shm, few open files), with the reason.
+    Returns the speeds, and the settings that cannot run here (a small /dev/shm, few open files, a transform that cannot be pickled), with
+    the reason.
 
     Raises:
         ValueError: none can run.
@@ -155,27 +163,31 @@ def race(
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     left_out: dict[Setting, str] = {}
     end = time.perf_counter() + seconds
-    for number in range(rounds):
-        if number and time.perf_counter() > end:
-            break
-        first = number % len(settings)
-        for setting in settings[first:] + settings[:first]:
-            if setting in left_out:
-                continue
-            progress(f"round {number + 1} of {rounds}: {setting}")
-            try:
-                loader = setting.open(ds)
-            except ValueError as e:
-                left_out[setting] = str(e)
-                continue
-            rates[setting].append(_turn(loader, setting, seconds / (rounds * len(settings))))
+    with ExitStack() as opened:
+        kept: dict[Setting, BatchLoader] = {}
+        for number in range(rounds):
+            if number and time.perf_counter() > end:
+                break
+            first = number % len(settings)
+            for setting in settings[first:] + settings[:first]:
+                if setting in left_out:
+                    continue
+                progress(f"round {number + 1} of {rounds}: {setting}")
+                try:
+                    loader = kept.get(setting) or setting.open(ds)
+                except (TypeError, ValueError) as e:
+                    left_out[setting] = str(e)
+                    continue
+                if isinstance(loader, BatchLoader) and setting not in kept:
+                    kept[setting] = opened.enter_context(loader)
+                rates[setting].append(_turn(loader, setting, seconds / (rounds * len(settings))))
     if len(left_out) == len(settings):
         raise ValueError(next(iter(left_out.values())))
     return [Speed(setting, tuple(found)) for setting, found in rates.items() if found], list(left_out.items())
 
 
 def _turn(loader: Iterable[Any], setting: Setting, seconds: float) -> float:
-    """Samples per second of a loader that is new, and ends here; at least two batches are timed.
+    """Samples per second of a loader; at least two batches are timed.
 
     The first batch of each worker is not: it starts them, opens files, and they all come at a time.
     """
@@ -191,8 +203,6 @@ def _turn(loader: Iterable[Any], setting: Setting, seconds: float) -> float:
             now = time.perf_counter()
     finally:
         batches.close()
-        if isinstance(loader, BatchLoader):
-            loader.close()
     return count * setting.batch_size / (now - began)
 
 

@@ -137,12 +137,14 @@ def plot(report: Report, path: Path) -> None:
     except ImportError:
         raise UsageError("--plot needs matplotlib: pip install 'shardpack[plot]'") from None
     speeds = list(reversed(_ranked(report.tuning.speeds)))
-    names = [f"{s.setting.workers} {s.setting.kind}" for s in speeds]
+    names = [str(s.setting).rpartition(",")[0] for s in speeds]
     medians = [s.median for s in speeds]
     spread = [[s.median - min(s.rounds) for s in speeds], [max(s.rounds) - s.median for s in speeds]]
     figure = Figure(figsize=(7, 1.2 + 0.4 * len(speeds)), layout="constrained")
     axes = figure.add_subplot()
-    colors = ["tab:green" if s.setting == report.tuning.best else "tab:blue" if s.setting.kind == "threads" else "tab:gray" for s in speeds]
+    colors = [
+        "tab:green" if s.setting == report.tuning.best else "tab:blue" if s.setting.kind != "dataloader" else "tab:gray" for s in speeds
+    ]
     axes.barh(names, medians, xerr=spread, color=colors, capsize=3)
     axes.set_xlabel("samples/s (median of rounds, with their range)")
     axes.set_title(f"{report.root.name}, split {report.split}, batch {report.tuning.best.batch_size}; green: recommended", fontsize=10)

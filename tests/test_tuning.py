@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from loaders.batches import default_workers
 from loaders.machine import Data, Machine, measure_data, measure_machine, rule_of_thumb
 from loaders.memmap import MemmapDataset
-from loaders.tuning import Setting, Speed, grid, race, recommend, tune
+from loaders.tuning import KINDS, Setting, Speed, grid, race, recommend, tune
 from packed_data import write_packed
 from packer.cli import main
 
@@ -27,10 +27,11 @@ def test_grid(cores: int) -> None:
     settings = grid(32, cores)
     assert len(set(settings)) == len(settings)
     assert {s.batch_size for s in settings} == {32}
-    for kind in ("threads", "processes"):
+    for kind in KINDS:
         counts = [s.workers for s in settings if s.kind == kind]
         assert counts == sorted(counts)
-        assert {0, 1, cores} <= set(counts)
+        assert ({0, 1, cores} if kind != "processes" else {cores} - {1}) <= set(counts)
+    assert all(s.workers > 1 for s in settings if s.kind == "processes")
     assert Setting("threads", cores + 1, 32) in settings
 
 
@@ -42,16 +43,18 @@ def test_the_fastest_is_recommended() -> None:
 
 def test_of_those_alike_the_cheapest_that_loads_ahead_is_recommended() -> None:
     speeds = [
-        speed("processes", 1, 96),
+        speed("dataloader", 1, 96),
         speed("threads", 3, 100),
+        speed("processes", 1, 96),
         speed("threads", 1, 96),
         speed("threads", 0, 99),
-        speed("processes", 0, 99),
+        speed("dataloader", 0, 99),
     ]
     best, reason = recommend(speeds)
     assert best == Setting("threads", 1, 8)
     assert reason == "96 samples/s, within 5% of the fastest (BatchLoader, 3 threads, batch 8: 100)"
-    assert recommend(speeds[:2])[0] == Setting("processes", 1, 8)
+    assert recommend(speeds[:3])[0] == Setting("processes", 1, 8)
+    assert recommend(speeds[:2])[0] == Setting("dataloader", 1, 8)
 
 
 def test_no_worker_is_recommended_where_it_is_clearly_faster() -> None:
@@ -78,7 +81,7 @@ def test_every_setting_is_run_and_its_code_works(tmp_path: Path) -> None:
     assert result.best in [s.setting for s in result.speeds]
     assert [s.setting.batch_size for s in result.other_batches] == [2, 4, 8, 16]
     assert any("1 threads" in line for line in said)
-    for setting in (Setting("threads", 1, 4), Setting("processes", 1, 4)):
+    for setting in (Setting("threads", 1, 4), Setting("processes", 1, 4), Setting("dataloader", 1, 4)):
         names: dict[str, Any] = {"ds": ds, "device": "cpu"}
         exec(setting.code, names)
         assert sum(len(batch["image"]) for batch in names["batches"]) == 20

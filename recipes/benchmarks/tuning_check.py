@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loaders.batches import default_workers
 from loaders.format import FormatError
-from loaders.tuning import Setting, race
+from loaders.tuning import KINDS, Setting, race
 from packer.bench import bench, open_split
 from packer.sample import PackError
 
@@ -26,7 +26,7 @@ WANTED = 0.9
 def measured(root: Path, split: str, batch_size: int, size: int | None, seconds: float) -> dict[Setting, list[float]]:
     """Samples per second of every setting of the grid, one number a round."""
     ds, _, _ = open_split(root, split, size)
-    settings = [Setting(loader, n, batch_size) for loader in ("threads", "processes") for n in range(2 * default_workers() + 1)]
+    settings = [Setting(kind, n, batch_size) for kind in KINDS for n in range(kind == "processes", 2 * default_workers() + 1)]
     speeds, left_out = race(ds, settings, seconds, lambda _: None)
     for setting, why in left_out:
         print(f"left out: {setting}: {why}")

@@ -1,0 +1,389 @@
+"""`BatchLoader(processes=True)`: the same batches as threads make, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from batch_data import producer_threads
+from loaders.augment import RandomResizedCrop
+from loaders.batches import BatchLoader
+from loaders.collate import collate_indexed, collate_padded
+from loaders.dataset import PackedDataset, SampleError
+from loaders.memmap import MemmapDataset
+from loaders.shards import ShardDataset
+from loaders.slots import SharedMemory
+from packed_data import Packed, write_packed
+
+pytestmark = pytest.mark.slow
+
+Sample = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = open_files()
+    yield
+    gc.collect()
+    assert multiprocessing.active_children() == []
+    assert producer_threads() == []
+    assert open_files() <= before
+
+
+def open_files() -> int:
+    """Memory that is shared, and what talks with processes."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue  # the one that lists them
+    return sum("shardpack" in name for name in names)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Packed:
+    return write_packed(tmp_path / "out", sizes=((90, 120), (64, 80), (100, 50)), counts=(20, 13, 9))
+
+
+def crop(size: int = 32) -> RandomResizedCrop:
+    return RandomResizedCrop(size)
+
+
+# Whatever they are asked for, both give the same
+
+
+def draws(sample: Sample, rng: np.random.Generator) -> Sample:
+    """Fields of several kinds; an image whose memory is not the batch's."""
+    image = np.full((5, 4, 3), sample["index"], np.uint8)
+    return {**sample, "image": image, "draw": float(rng.random()), "name": f"s{sample['index']}", "vector": np.arange(3) * rng.random()}
+
+
+def as_list(samples: list[Sample]) -> Sample:
+    return {"images": [s["image"] for s in samples], "index": [s["index"] for s in samples]}
+
+
+class Changes:
+    """A batch transform that adds large and small tensors of several dtypes and layouts."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __call__(self, batch: Sample) -> Sample:
+        image = batch["image"].float() / 7
+        wide = image.repeat(1, 1, 8, 8)
+        return {
+            **batch,
+            "epoch": self.epoch,
+            "float": image,
+            "wide": wide,
+            "rows": wide.contiguous(memory_format=torch.channels_last),
+            "half": wide.bfloat16(),
+            "small half": image[0].bfloat16(),
+            "gaps": wide[:, :, ::2, 1::3],
+            "part": batch["image"][1:3, :, 2:, ::2],
+            "expanded": wide[:1].expand(4, *wide.shape[1:]),
+            "nothing": image[:0],
+            "scalar": torch.tensor(3.5),
+            "nested": {"a": [wide[0], (image[1], None)], "text": "x"},
+        }
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        if a.ndim == 4 and a.numel() and a.is_contiguous(memory_format=torch.channels_last):
+            assert b.is_contiguous(memory_format=torch.channels_last)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for name in a:
+            assert_equal(a[name], b[name])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+CASES: dict[str, Any] = {
+    "crops, padded, ranks": ("tar", {"transform": crop()}, {"collate": collate_padded, "remainder": "pad", "rank": 1, "world_size": 2}),
+    "fields of all kinds": ("tar", {"transform": draws}, {"collate": collate_indexed, "batch_transform": Changes()}),
+    "own collate, weights": ("tar", {}, {"collate": as_list, "weights": "balanced"}),
+    "gathered, several at a time": ("memmap", {}, {"shuffle": False, "remainder": "pad"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_batches_are_those_of_threads(tmp_path: Path, case: str) -> None:
+    layout, of_set, of_loader = CASES[case]
+    sizes = ((90, 120), (64, 80)) if layout == "tar" else ((6, 5),)
+    packed = write_packed(tmp_path / "out", layout, sizes=sizes, counts=(20, 13, 9))
+    ds = (ShardDataset if layout == "tar" else MemmapDataset)(packed.root, **of_set)
+    with BatchLoader(ds, 4, seed=3, workers=0, **of_loader) as threads:
+        expected = [list(threads) for _ in range(2)]
+    with BatchLoader(ds, 4, seed=3, workers=2, processes=True, **of_loader) as loader:
+        found = [list(loader)]
+        children = {child.pid for child in multiprocessing.active_children()}
+        iterator = iter(loader)
+        found.append([next(iterator), next(iterator)])
+        state = loader.state_dict()
+        list(iterator)
+        loader.load_state_dict(state)
+        found[1] += loader
+        assert {child.pid for child in multiprocessing.active_children()} == children  # they live on, from epoch to epoch
+    assert_equal(found, expected)  # all are valid still, after the loader's end
+
+
+def test_batches_that_are_held_never_change(packed: Packed) -> None:
+    rng = random.Random(5)
+    ds = ShardDataset(packed.root, transform=crop())
+    held: list[tuple[Any, Any]] = []
+    with BatchLoader(ds, 3, workers=2, processes=True) as loader:
+        for _ in range(8):
+            for batch in loader:
+                held.append((batch["image"], batch["image"].clone()))
+                rng.shuffle(held)
+                del held[rng.randrange(12) :]
+                for image, as_it_was in held:
+                    assert torch.equal(image, as_it_was)
+        del batch, image
+        kept = len(loader._slots._ring)
+        held.clear()
+        assert kept <= 2 * 4 + 2
+    assert loader._slots._ring == type(loader._slots._ring)()
+
+
+# Errors
+
+
+class Fails(RandomResizedCrop):
+    """Fails at one sample, in the way that `how` says."""
+
+    def __init__(self, how: Path) -> None:
+        super().__init__(16)
+        self.how = how
+
+    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
+        if sample["index"] == 9:
+            how = self.how.read_text()
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(7)
+            errors = {"value": ValueError("of the test"), "odd": Odd("a", "b"), "interrupt": KeyboardInterrupt("of the test")}
+            if how in errors:
+                raise errors[how]
+        return super().__call__(sample, rng)
+
+
+class Odd(Exception):
+    """No copy of it can be made from its `args`."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a + b)
+
+
+FAILURES: dict[str, tuple[type[BaseException], str]] = {
+    "value": (ValueError, "of the test"),
+    "odd": (RuntimeError, r"(?s)in a process of the loader.*test_processes.*Odd: ab"),
+    "kill": (RuntimeError, r"process \d+ .* ended by SIGKILL: the system ends processes when memory runs out"),
+    "exit": (RuntimeError, r"process \d+ .* ended with exit code 7"),
+    "interrupt": (KeyboardInterrupt, "of the test"),
+}
+
+
+def test_what_goes_wrong_comes_at_its_batch_and_the_loader_stays_usable(packed: Packed, tmp_path: Path) -> None:
+    flag = tmp_path / "how"
+    with BatchLoader(ShardDataset(packed.root, transform=Fails(flag)), 4, shuffle=False, workers=2, processes=True) as loader:
+        for how, (kind, text) in FAILURES.items():
+            flag.write_text(how)
+            iterator = iter(loader)
+            assert [next(iterator)["index"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+            with pytest.raises(kind, match=text) as caught:
+                next(iterator)
+            if how != "interrupt":
+                assert "in batch 2 (from 0) of epoch 0, rank 0" in caught.value.__notes__
+            if how == "value":
+                assert "test_processes.py" in str(caught.value.__cause__)  # where it was, in the process
+        flag.write_text("nothing")
+        assert [i for batch in loader for i in batch["index"].tolist()] == list(range(40))
+
+
+def test_damaged_samples_are_named_or_replaced_and_counted(packed: Packed) -> None:
+    with packed.shard(1).open("r+b") as file:
+        file.truncate(packed.shard(1).stat().st_size // 3)
+    with (
+        pytest.raises(SampleError, match=r"shard-000001.*sample 0\d+ \(source .*pack verify"),
+        BatchLoader(ShardDataset(packed.root, transform=crop()), 4, workers=1, processes=True) as loader,
+    ):
+        list(loader)
+    numbers = []
+    for processes in (False, True):
+        ds = ShardDataset(packed.root, transform=crop(), on_error="replace")
+        with BatchLoader(ds, 4, workers=2, processes=processes) as loader, pytest.warns(UserWarning, match="replaced") as told:
+            rows = [batch["index"].tolist() for batch in loader]
+        numbers.append((ds.num_replaced, rows))
+        assert any("was replaced by sample" in str(w.message) for w in told)
+        assert any("pack verify" in str(w.message) for w in told)
+    assert numbers[0] == numbers[1]
+    assert numbers[0][0] > 3
+
+
+def test_what_cannot_be_sent_is_said_when_the_loader_is_made(packed: Packed) -> None:
+    with pytest.raises(TypeError, match=r"ds, or its transform, cannot be pickled: .*lambda.*top of a module.*processes=False"):
+        BatchLoader(ShardDataset(packed.root, transform=lambda sample, rng: {**sample, "x": rng.random()}), 4, processes=True)
+    with pytest.raises(TypeError, match=r"batch_transform cannot be pickled"):
+        BatchLoader(ShardDataset(packed.root, transform=crop()), 4, processes=True, batch_transform=lambda batch: batch)
+    with pytest.raises(ValueError, match="processes=True has no process with workers=0"):
+        BatchLoader(ShardDataset(packed.root, transform=crop()), 4, workers=0, processes=True)
+    with pytest.raises(TypeError, match="processes is 4, expected True or False: how many, `workers` says"):
+        BatchLoader(ShardDataset(packed.root, transform=crop()), 4, processes=4)  # type: ignore[arg-type]
+
+
+def test_a_transform_that_is_changed_between_epochs_is_sent_anew(packed: Packed) -> None:
+    ds: PackedDataset = ShardDataset(packed.root, transform=crop(16))
+    with BatchLoader(ds, 4, workers=1, processes=True) as loader:
+        assert next(iter(loader))["image"].shape[2:] == (16, 16)
+        ds.transform = crop(24)
+        assert next(iter(loader))["image"].shape[2:] == (24, 24)
+
+
+def test_no_shared_memory_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match=r"no shared memory of 5,000 bytes for a batch: No space left on device\. Take a smaller batch_size"):
+        SharedMemory(5000)
+    monkeypatch.undo()
+    memory = SharedMemory(5000)
+    array: NDArray[np.uint8] = np.ndarray((5000,), np.uint8, buffer=memory.map)
+    del memory
+    array[:] = 7  # the map lives as long as an array of it
+    assert array.sum() == 35000
+
+
+# Nothing is left behind
+
+
+def test_processes_end_with_the_loader_in_every_way(packed: Packed) -> None:
+    ds = ShardDataset(packed.root, transform=crop())
+    loader = BatchLoader(ds, 4, workers=2, processes=True)
+    for _ in loader:
+        break
+    children = multiprocessing.active_children()
+    assert len(children) == 2
+    del loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
+    loader = BatchLoader(ds, 4, workers=2, processes=True)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    loader.close()
+    assert multiprocessing.active_children() == []
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iterator)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_starts_processes_of_its_own(packed: Packed) -> None:
+    loader = BatchLoader(ShardDataset(packed.root, transform=crop()), 4, shuffle=False, workers=1, processes=True)
+    iterator = iter(loader)
+    next(iterator)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = int([i for batch in loader for i in batch["index"].tolist()] != list(range(40)))
+            loader.close()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert [i for batch in iterator for i in batch["index"].tolist()] == list(range(4, 40))
+    loader.close()
+
+
+SCRIPT = """
+import os, signal, sys, time
+from loaders.augment import RandomResizedCrop
+from loaders.batches import BatchLoader
+from loaders.shards import ShardDataset
+
+def main(root, how):
+    loader = BatchLoader(ShardDataset(root, transform=RandomResizedCrop(16)), 4, workers=2, processes=True)
+    for n, batch in enumerate(loader):
+        if n == 2:
+            import multiprocessing
+            print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+            if how == "exit":
+                sys.exit(3)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+{guard}main(sys.argv[1], sys.argv[2])
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_processes_end_with_the_script(packed: Packed, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{guard}", 'if __name__ == "__main__":\n    '))
+    runs = {}
+    for how in ("exit", "kill", "interrupt"):
+        command = [sys.executable, str(script), str(packed.root), how]
+        runs[how] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        )
+    for how, run in runs.items():
+        with run:
+            assert run.stdout is not None
+            assert run.stderr is not None
+            children = [int(pid) for pid in run.stdout.readline().split()]
+            assert len(children) == 2, run.stderr.read()
+            if how == "interrupt":
+                os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all of them
+            errors = run.stderr.read()
+        assert run.returncode == {"exit": 3, "kill": -signal.SIGKILL, "interrupt": -signal.SIGINT}[how]
+        assert errors.count("Traceback") == (how == "interrupt"), errors  # of the script; the processes say nothing
+        deadline = time.monotonic() + 20
+        while any(map(is_alive, children)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_alive, children))
+
+
+def test_a_script_without_a_guard_is_told(packed: Packed, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{guard}", ""))
+    done = subprocess.run([sys.executable, script, packed.root, "x"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert 'must start its work under `if __name__ == "__main__":`' in done.stderr.splitlines()[-2]
