@@ -19,10 +19,12 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def batch_loader(root: str, layout: str, batch: int, threads: int, transform: str = "", boxes: bool = False) -> Epoch:
+def batch_loader(
+    root: str, layout: str, batch: int, workers: int, transform: str = "", boxes: bool = False, processes: bool = False
+) -> Epoch:
     kind = ShardDataset if layout == "tar" else MemmapDataset
     ds = kind(root, transform=TRANSFORMS[transform]() if transform else None)
-    loader = BatchLoader(ds, batch_size=batch, workers=threads, collate=collate_indexed if boxes else None)
+    loader = BatchLoader(ds, batch_size=batch, workers=workers, collate=collate_indexed if boxes else None, processes=processes)
 
     def epoch() -> Iterator[Batch]:
         for b in loader:

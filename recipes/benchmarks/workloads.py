@@ -27,9 +27,16 @@ class Workload:
     contestants: Callable[[Data], list[Contestant]]
 
 
-def _ours(root: Path, layout: str, batch: int, threads: int, name: str = "BatchLoader", **more: Any) -> Contestant:
-    arguments = {"root": str(root), "layout": layout, "batch": batch, "threads": threads, **more}
-    return Contestant(name, "ours.py", "batch_loader", arguments, role="ours")
+def _ours(root: Path, layout: str, batch: int, workers: int, **more: Any) -> Contestant:
+    arguments = {"root": str(root), "layout": layout, "batch": batch, "workers": workers, **more}
+    return Contestant("BatchLoader", "ours.py", "batch_loader", arguments, role="ours")
+
+
+def _both(root: Path, batch: int, workers: int, transform: str, **more: Any) -> list[Contestant]:
+    """Ours with processes, and with threads: of tars, where each picture is transformed."""
+    threads = _ours(root, "tar", batch, workers, transform=transform, **more)
+    processes = replace(threads, name="BatchLoader, processes=True", arguments={**threads.arguments, "processes": True})
+    return [processes, replace(threads, name="BatchLoader, threads", role="peer")]
 
 
 def _ceiling(name: str, builder: str, arguments: Mapping[str, Any], target: float | None, exact: bool = False) -> Contestant:
@@ -111,7 +118,7 @@ def photos_original(data: Data) -> list[Contestant]:
     raw = data.photos(num)
     root = data.pack(raw, "folder")
     found = [
-        _ours(root, "tar", batch, workers, transform="crop224"),
+        *_both(root, batch, workers, "crop224"),
         _bare_crop(root, batch, workers, 0.97),
         _data_loader(f"cv2 on the files, {_workers(workers)}", "files_crop", 1.22, root=str(raw), batch=batch, workers=workers),
         _webdataset(root, batch, workers, 1.3, crop=224),
@@ -134,7 +141,7 @@ def photos_lossless(data: Data) -> list[Contestant]:
         return []
     plain, root = data.pack(raw, "folder"), data.pack(raw, "folder", "--restart-grid", "lossless")
     found = [
-        _ours(root, "tar", batch, workers, transform="crop224"),
+        *_both(root, batch, workers, "crop224"),
         _bare_crop(plain, batch, workers, None),
         _data_loader(f"cv2 on the files, {_workers(workers)}", "files_crop", root=str(raw), batch=batch, workers=workers),
         _webdataset(plain, batch, workers, None, crop=224),
@@ -155,7 +162,7 @@ def photos_q90(data: Data) -> list[Contestant]:
     root = data.pack(raw, "folder", "--image", "jpg", "--quality", "90")
     files = data.unpacked(root)
     found = [
-        _ours(root, "tar", batch, workers, transform="crop224"),
+        *_both(root, batch, workers, "crop224"),
         _bare_crop(root, batch, workers, 1.3),
         _data_loader(f"cv2 on the same files, {_workers(workers)}", "files_crop", 1.7, root=str(files), batch=batch, workers=workers),
         _webdataset(root, batch, workers, None, crop=224),
@@ -170,7 +177,7 @@ def photos_256(data: Data) -> list[Contestant]:
     raw = data.photos(data.count(4864, batch))
     root = data.pack(raw, "folder", "--resize", "256", "--mode", "long", "--image", "jpg", "--quality", "90")
     found = [
-        _ours(root, "tar", batch, workers, transform="crop224"),
+        *_both(root, batch, workers, "crop224"),
         _bare_crop(root, batch, workers, None),
         _webdataset(root, batch, workers, 2.0, crop=224),
     ]
@@ -216,10 +223,11 @@ def crops_of_large(data: Data) -> list[Contestant]:
     batch, workers = 16, data.workers
     raw = data.welding(data.count(192, batch), "4000x3000", 90)
     root = data.pack(raw, "voc", "--image", "jpg", "--quality", "90")
-    ours = _ours(root, "tar", batch, workers, transform="crop640", boxes=True)
+    ours, threads = _both(root, batch, workers, "crop640", boxes=True)
     arguments: dict[str, Any] = {"root": str(raw), "batch": batch, "workers": workers, "side": 640}
     return [
         replace(ours, picture_bytes=_picture_bytes(root), read_target=0.08),
+        threads,
         _data_loader(f"JPEG, XML, crop 640, {_workers(workers)}", "voc_crop", 15.0, **arguments),
     ]
 
@@ -228,7 +236,7 @@ def letterbox_large(data: Data) -> list[Contestant]:
     batch, workers = 16, data.workers
     raw = data.welding(data.count(320, batch), "3000x2000", 95)
     root = data.pack(raw, "voc")
-    found = [_ours(root, "tar", batch, workers, transform="letterbox640", boxes=True)]
+    found = _both(root, batch, workers, "letterbox640", boxes=True)
     for area, target in ((False, 1.4), (True, 2.0)):
         name = f"JPEG, XML, cv2 {'INTER_AREA' if area else 'INTER_LINEAR'}, {_workers(workers)}"
         arguments: dict[str, Any] = {"root": str(raw), "batch": batch, "workers": workers, "side": 640, "area": area}
