@@ -1,4 +1,4 @@
-"""Sound settings for torch's DataLoader over a packed data set, for those who keep it. `BatchLoader` needs none of this: it has threads.
+"""Sound settings for torch's DataLoader over a packed data set, for those who keep it. `BatchLoader` needs none of this.
 
     loader = DataLoader(ds, **dataloader_kwargs(ds, batch_size=64, device="cuda"))
 
