@@ -26,7 +26,7 @@ from typing import Generic, NoReturn, TypeVar
 import torch
 
 from loaders.handles import ForkAware
-from loaders.quiet import one_thread, quiet_opencv
+from loaders.quiet import intra_op, quiet_opencv
 
 T = TypeVar("T")
 
@@ -234,7 +234,7 @@ class Ordered(Generic[T]):
         if not self._finalizer.alive:
             raise RuntimeError("the iterator was closed, or ended by an error")
         if self._inline:
-            with one_thread():
+            with intra_op(is_large=shared.work.run > 1):
                 items = shared.work(shared.consumed)
             shared.consumed += 1
             return items

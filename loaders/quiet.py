@@ -13,14 +13,33 @@ from loaders.handles import ForkAware
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The caller's thread without torch's intra-op threads: a batch is small work, for which they cost more than they do, and in a forked
-    child they hang (GNU OpenMP)."""
+    """The caller's thread without torch's intra-op threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class _Forked(ForkAware):
+    """Whether this process was forked: there torch's intra-op threads may hang (GNU OpenMP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = False
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self.here = True
+
+
+_forked = _Forked()
+
+
+def intra_op(is_large: bool) -> contextlib.AbstractContextManager[None]:
+    """For work in the caller's thread: torch's intra-op threads where it is large, 16 MB or so; for less they cost more than they do."""
+    return contextlib.nullcontext() if is_large and not _forked.here else one_thread()
 
 
 class _QuietOpenCV(ForkAware):

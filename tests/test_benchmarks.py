@@ -201,11 +201,11 @@ def test_run_lists_refuses_and_measures(tmp_path: Path) -> None:
     assert "no workload memmap999; there are memmap224" in wrong.stderr
     done = run("run.py", "photos-256", "open", "--short", "--no-peers", "--workers", 1, "--bench-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"│ BatchLoader +│ +[\d,.]+ ", done.stdout)
+    assert re.search(r"│ BatchLoader, processes=True +│ +[\d,.]+ ", done.stdout)
     assert re.search(r"│ memmap: pickled data set +│ [\d.]+ kB", done.stdout)
     found = json.loads((tmp_path / "results.json").read_text())
     names = [row["name"] for row in found["workloads"]["photos-256"]["rows"]]
-    assert names == ["BatchLoader", "cv2 decode and crop, 1 threads", "webdataset, cv2, 1 workers"]
+    assert names == ["BatchLoader, processes=True", "BatchLoader, threads", "cv2 decode and crop, 1 threads", "webdataset, cv2, 1 workers"]
     assert all(row["rates"] for row in found["workloads"]["photos-256"]["rows"])
     assert set(found["missing"].values()) == {"left out by --no-peers"}
     assert (tmp_path / "results.md").read_text().count("\n| ") > 8

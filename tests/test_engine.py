@@ -269,6 +269,28 @@ def test_producers_compute_with_one_thread_and_nobody_else_notices(number: int) 
         torch.set_num_threads(before)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_runs_made_in_line_may_take_torchs_threads_but_not_in_a_forked_child() -> None:
+    def seen(run: int) -> set[int]:
+        return set(Ordered(lambda _: torch.get_num_threads(), 4, 0, 2, run))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert (seen(1), seen(2)) == ({1}, {3})
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = int((seen(1), seen(2)) != ({1}, {1}))
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_consumer_with_its_own_number_of_threads_keeps_it_and_the_default_stays() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -361,9 +361,7 @@ def test_processes_end_with_the_script(packed: Packed, tmp_path: Path) -> None:
     runs = {}
     for how in ("exit", "kill", "interrupt"):
         command = [sys.executable, str(script), str(packed.root), how]
-        runs[how] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
-        )
+        runs[how] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     for how, run in runs.items():
         with run:
             assert run.stdout is not None

@@ -70,7 +70,8 @@ def memmap32(data: Data) -> list[Contestant]:
     batch = 512
     raw = data.cifar(data.count(50176, batch))
     root = data.pack(raw, "folder", "--format", "memmap")
-    found = [_ours(root, "memmap", batch, data.workers)]
+    threads = replace(_ours(root, "memmap", batch, data.workers), name="BatchLoader, threads", role="peer", exact=True)
+    found = [replace(_ours(root, "memmap", batch, 0), name="BatchLoader, workers=0"), threads]
     for batched in (False, True):
         for workers in (0, data.workers):
             name = f"{'__getitems__' if batched else 'item'}, {_workers(workers)}"
