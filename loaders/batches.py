@@ -111,7 +111,9 @@ class BatchLoader:
             raise ValueError("processes=True has no process with workers=0: give 1 or more, or None")
         self._pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
         # Page-locked memory cannot be shared: what processes made is copied there.
-        self._slots = Slots(keep=2 * self._ahead + 2, pinned=self._pinned and not processes, shared=processes)
+        # Each large tensor that a batch_transform makes is in a slot of its own there.
+        keep = (2 * self._ahead + 2) * (2 if processes else 1)
+        self._slots = Slots(keep, pinned=self._pinned and not processes, shared=processes)
         self._processes = Processes(self.workers, self._slots) if processes else None
         self._make()  # what cannot be sent to processes is said now
         self._closed = False

@@ -9,7 +9,7 @@ Messages are pickled tuples, first their kind; a request is answered before the 
     parent                          process
     ("make", changes of the spec, rows)
                                     ("slot", fields, rows)      any number of times
-    number of a slot
+    number of a slot, numbers of all there are
                                     ("memory", number)          where it has not mapped that slot yet
     its file descriptor
                                     ("made", batches, warnings) or ("failed", exception, traceback, warnings)
@@ -27,7 +27,6 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ from loaders.slots import Fields, Slot, Slots
 
 _IN_PLACE = 1 << 16
 """Bytes from which on a tensor outside a slot is copied into one, instead of through the pipe."""
-_MAX_MAPPED = 64
-"""Slots that a process keeps mapped: to map one again costs a page fault every 4 KiB."""
 _END_S = 5.0
 _BYTE = np.dtype(np.uint8)
 
@@ -228,7 +225,7 @@ class _Process:
                 if kind == "slot":
                     slot = slots.take(*rest)
                     taken[slot.number] = slot
-                    self._send(slot.number)
+                    self._send((slot.number, slots.numbers()))
                 elif kind == "memory":
                     assert slot.memory is not None
                     reduction.send_handle(self._conn, slot.memory.fd, self._process.pid)
@@ -345,31 +342,25 @@ class _BorrowedSlots(Slots):
     def __init__(self, conn: Connection) -> None:
         super().__init__(keep=0, pinned=False)
         self._conn = conn
-        self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._mapped: dict[int, mmap.mmap] = {}
         self._taken: list[Slot] = []
 
     def take(self, fields: Fields, rows: int) -> Slot:
-        number: int = self._ask(("slot", dict(fields), rows))
-        if number in self._mapped:
-            self._mapped.move_to_end(number)
-        else:
+        self._conn.send_bytes(pickle.dumps(("slot", dict(fields), rows), pickle.HIGHEST_PROTOCOL))
+        number, known = pickle.loads(self._conn.recv_bytes())
+        # Kept mapped as long as the parent has it: to map it again costs a page fault every 4 KiB. No longer, since that holds the memory.
+        self._mapped = {n: mapped for n, mapped in self._mapped.items() if n in known}
+        if number not in self._mapped:
             self._conn.send_bytes(pickle.dumps(("memory",)))
             fd = reduction.recv_handle(self._conn)
             try:
                 self._mapped[number] = mmap.mmap(fd, 0)
             finally:
                 os.close(fd)
-            while len(self._mapped) > _MAX_MAPPED:
-                self._mapped.popitem(last=False)
         slot = Slot(fields, rows, mapped=self._mapped[number])
         slot.number = number
         self._taken.append(slot)
         return slot
-
-    def _ask(self, message: object) -> int:
-        self._conn.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        answer: int = pickle.loads(self._conn.recv_bytes())
-        return answer
 
     def pickled(self, batches: list[Batch]) -> bytes:
         """The batches, with references to what is in slots."""
@@ -393,9 +384,15 @@ class _BorrowedSlots(Slots):
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         if not tensor.permute(order).is_contiguous():
             tensor, order = tensor.contiguous(), list(range(tensor.ndim))
-        slot = self.take({"bytes": ((), _BYTE)}, tensor.nbytes)
-        torch.from_numpy(slot.arrays["bytes"]).copy_(tensor.permute(order).reshape(-1).view(torch.uint8))
+        slot = self.take({"bytes": ((), _BYTE)}, _rounded(tensor.nbytes))
+        torch.from_numpy(slot.arrays["bytes"][: tensor.nbytes]).copy_(tensor.permute(order).reshape(-1).view(torch.uint8))
         return _Reference(slot.number, "bytes", 0, tensor.nbytes, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _rounded(num_bytes: int) -> int:
+    """Up to an eighth more, so that tensors whose size changes a little find a slot that was used before."""
+    step = 1 << max(num_bytes.bit_length() - 4, 0)
+    return -(-num_bytes // step) * step
 
 
 def _place(tensor: torch.Tensor, slot: Slot) -> _Reference | None:

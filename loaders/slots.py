@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from itertools import count as counter
@@ -122,11 +123,13 @@ class Slots(ForkAware):
     def __init__(self, keep: int, pinned: bool, shared: bool = False) -> None:
         self.pinned, self.shared = pinned, shared
         self._ring: deque[Slot] = deque(maxlen=keep)
+        self._all: weakref.WeakSet[Slot] = weakref.WeakSet()
         super().__init__()  # last: from now on a fork in another thread renews it
 
     def after_fork(self) -> None:
         super().after_fork()
         self._ring = deque(maxlen=self._ring.maxlen)
+        self._all = weakref.WeakSet()
 
     def take(self, fields: Fields, rows: int) -> Slot:
         """A slot for the caller alone, with arbitrary content, until `lend`. One that never comes back costs nothing but its memory."""
@@ -136,7 +139,15 @@ class Slots(ForkAware):
                 if slot.rows == rows and slot.fields == fields and slot.is_idle():
                     del self._ring[place]
                     return slot
-        return Slot(fields, rows, self.pinned, self.shared)
+        slot = Slot(fields, rows, self.pinned, self.shared)
+        with self.lock:
+            self._all.add(slot)
+        return slot
+
+    def numbers(self) -> list[int]:
+        """Of the slots that are taken, or may be taken again."""
+        with self.lock:
+            return [slot.number for slot in self._all]
 
     def lend(self, slot: Slot, count: int = 1) -> list[dict[str, torch.Tensor]]:
         """Tensors over a filled slot's arrays, cut into `count` batches of equal size. When the last of them (and of their views) is gone,

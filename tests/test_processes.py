@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -171,8 +172,30 @@ def test_batches_that_are_held_never_change(packed: Packed) -> None:
         del batch, image
         kept = len(loader._slots._ring)
         held.clear()
-        assert kept <= 2 * 4 + 2
+        assert kept <= 2 * (2 * 4 + 2)
     assert loader._slots._ring == type(loader._slots._ring)()
+
+
+class Grows:
+    """Adds tensors of 64 kB and more, each of another size."""
+
+    def __call__(self, batch: Sample) -> Sample:
+        size = 20_000 + 317 * int(batch["index"].sum())
+        return {**batch, "large": torch.full((size,), size), "larger": torch.full((2 * size,), 2 * size)}
+
+
+def test_memory_of_sizes_that_change_is_bounded(packed: Packed) -> None:
+    ds = ShardDataset(packed.root, transform=crop())
+    with BatchLoader(ds, 2, workers=1, processes=True, batch_transform=Grows()) as loader:
+        for _ in range(5):
+            for batch in loader:
+                assert (batch["large"] == len(batch["large"])).all()
+                assert (batch["larger"] == 2 * len(batch["large"])).all()
+        [child] = multiprocessing.active_children()
+        mapped = Path(f"/proc/{child.pid}/maps").read_text().count("shardpack-batch")
+        assert mapped <= len(loader._slots._ring) + 3  # what the parent has, and was in use when the last one was taken
+        assert open_files() <= 2 * (len(loader._slots._ring) + 3)
+        del batch
 
 
 # Errors
@@ -223,6 +246,9 @@ def test_what_goes_wrong_comes_at_its_batch_and_the_loader_stays_usable(packed: 
             assert [next(iterator)["index"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
             with pytest.raises(kind, match=text) as caught:
                 next(iterator)
+            if how == "kill":  # the README's table of troubles quotes it
+                quote = re.sub(r"\d+", "123", str(caught.value)).partition(":")[0]
+                assert f"| `{quote}` |" in (ROOT / "README.md").read_text("utf-8")
             if how != "interrupt":
                 assert "in batch 2 (from 0) of epoch 0, rank 0" in caught.value.__notes__
             if how == "value":
