@@ -54,6 +54,9 @@ class ForkAware:
         with _registry:
             _fork_aware.add(self)
 
+    def before_fork(self) -> None:
+        """Called in the parent, before it forks."""
+
     def after_fork(self) -> None:
         """Called in a forked child, before it does anything else."""
         self.lock = threading.RLock()
@@ -61,6 +64,13 @@ class ForkAware:
 
 _fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 _registry = threading.RLock()  # a set that another thread adds to cannot be walked through
+
+
+def _before_fork() -> None:
+    with _registry:
+        known = list(_fork_aware)
+    for each in known:
+        each.before_fork()
 
 
 def _after_fork() -> None:
@@ -71,7 +81,7 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class ProcessCache(ForkAware, Generic[T]):

@@ -9,14 +9,16 @@ Messages are pickled tuples, first their kind; a request is answered before the 
     parent                          process
     ("make", changes of the spec, rows)
                                     ("slot", fields, rows)      any number of times
-    number of a slot, numbers of all there are
+    number of a slot or None, numbers of all there are
                                     ("memory", number)          where it has not mapped that slot yet
     its file descriptor
-                                    ("made", batches, warnings) or ("failed", exception, traceback, warnings)
+                                    ("made", batches) or ("failed", exception, traceback), then
+                                    ... slots that the process goes on using, warnings
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import multiprocessing
@@ -27,40 +29,24 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # the stub leaves it out
-from typing import Any, NamedTuple
+from typing import Any
 
 import cv2
-import numpy as np
 import torch
 
 from loaders import faults
 from loaders.assemble import Batch, BatchMaker, Rows, pinned
 from loaders.faults import Replacements
 from loaders.handles import ForkAware
+from loaders.handover import pickled, unpickled
 from loaders.slots import Fields, Slot, Slots
 
-_IN_PLACE = 1 << 16
-"""Bytes from which on a tensor outside a slot is copied into one, instead of through the pipe."""
 _END_S = 5.0
-_BYTE = np.dtype(np.uint8)
-
-
-class _Reference(NamedTuple):
-    """A tensor in a slot: bytes `start` to `stop` of its array `name`."""
-
-    slot: int
-    name: str
-    start: int
-    stop: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +117,8 @@ class RemoteMaker:
 
 
 class Processes(ForkAware):
-    """`count` processes, started together when the first is needed; they end by `close`, with this object, or with this process.
+    """`count` processes, started together when the first is needed, and in the place of one that died. They end by `close`, with this
+    object, or with this process.
 
     Args:
         slots: shared ones.
@@ -139,6 +126,7 @@ class Processes(ForkAware):
 
     def __init__(self, count: int, slots: Slots) -> None:
         self._count, self._slots = count, slots
+        self._closed = False
         self._idle: list[_Process] = []
         self._all: weakref.WeakSet[_Process] = weakref.WeakSet()
         self._freed = threading.Condition(threading.Lock())
@@ -146,20 +134,22 @@ class Processes(ForkAware):
 
     def after_fork(self) -> None:
         super().after_fork()
+        for process in list(self._all):
+            process.disown()
         self._idle, self._all, self._freed = [], weakref.WeakSet(), threading.Condition(threading.Lock())
 
     def make(self, spec: Spec, rows: Rows) -> list[Batch]:
         """Batches made by any of the processes. Their exceptions are raised here.
 
         Raises:
-            RuntimeError: the process died, or cannot be started.
+            RuntimeError: the process died, or cannot be started; or `close` was called.
         """
         process = self._take(spec)
         try:
             return process.make(spec, rows, self._slots)
         finally:
             with self._freed:
-                if process.is_usable:
+                if process.is_usable and not self._closed:
                     self._idle.append(process)
                 else:
                     self._all.discard(process)
@@ -167,7 +157,7 @@ class Processes(ForkAware):
 
     def _take(self, spec: Spec) -> _Process:
         with self._freed:
-            while True:
+            while not self._closed:
                 for process in [p for p in self._idle if not p.serves(spec)]:
                     self._idle.remove(process)
                     self._all.discard(process)
@@ -179,12 +169,15 @@ class Processes(ForkAware):
                 if self._idle:
                     return self._idle.pop()
                 self._freed.wait()  # of an iterator before this one, whose thread has not ended yet
+        raise RuntimeError(_CLOSED)
 
     def close(self) -> None:
-        """End the processes, also those that are at work."""
+        """End the processes, also those that are at work. There will be no others."""
         with self._freed:
+            self._closed = True
             ended, self._idle = list(self._all), []
             self._all.clear()
+            self._freed.notify_all()
         for process in ended:
             process.end()
 
@@ -197,15 +190,19 @@ class _Process:
         self._shared = spec.shared
         self._spec: Spec | None = None
         self._answered = False
+        self._ended = False
         self.is_usable = True
         self._conn, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, number, spec.shared), name=f"loaders-producer-{number}", daemon=True)
+        # Ctrl-C reaches all processes of a terminal, and while they import `_serve` cannot ignore it yet; this they inherit.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._process.start()
         except (AssertionError, OSError) as e:
             self._conn.close()
             raise RuntimeError(f"no process can be started for processes=True: {e}. Take processes=False") from None
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
 
@@ -218,23 +215,36 @@ class _Process:
         self.is_usable = False  # until all is said
         try:
             self._send(("make", spec.changes(self._spec), rows))
-            self._spec = spec
+            self._spec = None  # until it made something of it
             while True:
                 kind, *rest = pickle.loads(self._conn.recv_bytes())
                 self._answered = True
                 if kind == "slot":
-                    slot = slots.take(*rest)
-                    taken[slot.number] = slot
-                    self._send((slot.number, slots.numbers()))
+                    slot = _taken(slots, *rest)
+                    if slot is not None:
+                        taken[slot.number] = slot
+                    self._send((slot and slot.number, slots.numbers()))
                 elif kind == "memory":
-                    assert slot.memory is not None
-                    reduction.send_handle(self._conn, slot.memory.fd, self._process.pid)
+                    memory = taken[rest[0]].memory
+                    assert memory is not None
+                    reduction.send_handle(self._conn, memory.fd, self._process.pid)
                 else:
-                    self.is_usable = True
-                    return _answer(kind, rest, taken)
+                    break
+            *content, in_use, warned = rest
+            self.is_usable = True
+            for text, category in warned:
+                warnings.warn(text, category, stacklevel=2)
+            if kind == "failed":
+                raise _error(*content)
+            self._spec = spec
+            batches = unpickled(content[0], taken)
+            taken = {number: slot for number, slot in taken.items() if number not in in_use}
+            return batches
         except (EOFError, ConnectionError):
             raise RuntimeError(self._death()) from None
         finally:
+            if not self.is_usable:
+                self.end()  # it may be in the middle of writing
             for slot in taken.values():
                 slots.give_back(slot)
 
@@ -242,6 +252,8 @@ class _Process:
         self._conn.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def _death(self) -> str:
+        if self._ended:
+            return _CLOSED
         self._process.join(_END_S)
         code = self._process.exitcode
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
@@ -254,8 +266,26 @@ class _Process:
         return text + (": the system ends processes when memory runs out" if code == -signal.SIGKILL else "")
 
     def end(self) -> None:
-        self.is_usable = False
+        self._ended, self.is_usable = True, False
         self._finalizer()
+
+    def disown(self) -> None:
+        """In a forked child: the parent's end of the pipe is closed when the parent ends, and not later."""
+        self.is_usable = False
+        self._conn.close()
+
+
+_CLOSED = "the BatchLoader was closed while this batch was made"
+
+
+def _taken(slots: Slots, fields: Fields, rows: int) -> Slot | None:
+    """A slot; None where there are no file descriptors for more: batches that are held take one each. Then the pipe must do."""
+    try:
+        return slots.take(fields, rows)
+    except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            return None
+        raise
 
 
 def _end(process: multiprocessing.process.BaseProcess, pid: int) -> None:
@@ -268,31 +298,13 @@ def _end(process: multiprocessing.process.BaseProcess, pid: int) -> None:
         process.join(_END_S)
 
 
-def _answer(kind: str, rest: list[Any], slots: dict[int, Slot]) -> list[Batch]:
-    *content, warned = rest
-    for message, category in warned:
-        warnings.warn(message, category, stacklevel=2)
-    if kind == "made":
-        batches: list[Batch] = _BatchUnpickler(io.BytesIO(content[0]), slots).load()
-        return batches
-    pickled, text = content
+def _error(pickled: bytes, text: str) -> BaseException:
     try:
         error = pickle.loads(pickled)
     except Exception:  # many exceptions cannot be made from their `args`
         error = RuntimeError(f"in a process of the loader:\n{text}")
     assert isinstance(error, BaseException)
-    raise error
-
-
-class _BatchUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, slots: dict[int, Slot]) -> None:
-        super().__init__(file)
-        self._slots = slots
-
-    def persistent_load(self, pid: _Reference) -> torch.Tensor:
-        # A view of the slot's array, which counts as its user; cut before it is a tensor, so that its storage is no more than the batch.
-        cut = self._slots[pid.slot].bytes(pid.name)[pid.start : pid.stop]
-        return torch.from_numpy(cut).view(pid.dtype).as_strided(pid.size, pid.stride)
+    return error
 
 
 # The process's side
@@ -300,13 +312,13 @@ class _BatchUnpickler(pickle.Unpickler):
 
 def _serve(conn: Connection, number: int, shared: tuple[torch.Tensor, ...]) -> None:
     """Make what is asked for until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a device taken by accident costs some 500 MB
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     faults.process_number = number
     warned: list[tuple[str, type[Warning]]] = []
-    warnings.showwarning = lambda message, category, *_: warned.append((str(message), category))
+    warnings.showwarning = lambda message, category, *_: warned.append(_builtin(message, category))
     slots = _BorrowedSlots(conn)
     parts: list[Any] = [None] * 3
     with suppress(EOFError, ConnectionError):
@@ -314,19 +326,23 @@ def _serve(conn: Connection, number: int, shared: tuple[torch.Tensor, ...]) -> N
             _, changes, rows = pickle.loads(conn.recv_bytes())
             answer: tuple[Any, ...]
             try:
-                for i, pickled in enumerate(changes):
-                    if pickled is not None:
-                        parts[i] = _SpecUnpickler(io.BytesIO(pickled), shared).load()
+                for i, part in enumerate(changes):
+                    if part is not None:
+                        parts[i] = _SpecUnpickler(io.BytesIO(part), shared).load()
                 ds, collate, batch_transform = parts
                 answer = "made", slots.pickled(BatchMaker(ds, slots, collate, batch_transform)(rows))
             except (EOFError, ConnectionError):
                 raise
             except BaseException as e:  # whatever it is, it belongs to the consumer
                 answer = "failed", _pickled_error(e), traceback.format_exc()
-            finally:
-                slots.forget()
-            conn.send_bytes(pickle.dumps((*answer, warned), pickle.HIGHEST_PROTOCOL))
+            conn.send_bytes(pickle.dumps((*answer, slots.give_all_back(), warned), pickle.HIGHEST_PROTOCOL))
             warned.clear()
+
+
+def _builtin(message: Warning | str, category: type[Warning]) -> tuple[str, type[Warning]]:
+    """A warning of a category that every process knows."""
+    known = next(kind for kind in category.__mro__ if kind.__module__ == "builtins")
+    return (str(message) if known is category else f"{category.__name__}: {message}"), known
 
 
 def _pickled_error(error: BaseException) -> bytes:
@@ -346,12 +362,17 @@ class _BorrowedSlots(Slots):
         self._taken: list[Slot] = []
 
     def take(self, fields: Fields, rows: int) -> Slot:
+        return self._borrowed(fields, rows) or Slot(fields, rows)
+
+    def _borrowed(self, fields: Fields, rows: int) -> Slot | None:
         self._conn.send_bytes(pickle.dumps(("slot", dict(fields), rows), pickle.HIGHEST_PROTOCOL))
         number, known = pickle.loads(self._conn.recv_bytes())
         # Kept mapped as long as the parent has it: to map it again costs a page fault every 4 KiB. No longer, since that holds the memory.
         self._mapped = {n: mapped for n, mapped in self._mapped.items() if n in known}
+        if number is None:
+            return None
         if number not in self._mapped:
-            self._conn.send_bytes(pickle.dumps(("memory",)))
+            self._conn.send_bytes(pickle.dumps(("memory", number)))
             fd = reduction.recv_handle(self._conn)
             try:
                 self._mapped[number] = mmap.mmap(fd, 0)
@@ -364,58 +385,10 @@ class _BorrowedSlots(Slots):
 
     def pickled(self, batches: list[Batch]) -> bytes:
         """The batches, with references to what is in slots."""
-        file = io.BytesIO()
-        _BatchPickler(file, self._reference).dump(batches)
-        return file.getvalue()
+        return pickled(batches, self._taken, self._borrowed)
 
-    def forget(self) -> None:
-        """The slots that were taken are the parent's again."""
+    def give_all_back(self) -> list[int]:
+        """Numbers of those that are still used here, say by a transform that remembers a batch: they must not be lent again."""
+        in_use = [slot.number for slot in self._taken if not slot.is_idle()]
         self._taken.clear()
-
-    def _reference(self, tensor: torch.Tensor) -> _Reference | None:
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.requires_grad or not tensor.numel():
-            return None
-        for slot in self._taken:
-            if (found := _place(tensor, slot)) is not None:
-                return found
-        if tensor.nbytes < _IN_PLACE:
-            return None
-        # In the order of its strides it is contiguous, if it has no gaps: channels_last stays so.
-        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        if not tensor.permute(order).is_contiguous():
-            tensor, order = tensor.contiguous(), list(range(tensor.ndim))
-        slot = self.take({"bytes": ((), _BYTE)}, _rounded(tensor.nbytes))
-        torch.from_numpy(slot.arrays["bytes"][: tensor.nbytes]).copy_(tensor.permute(order).reshape(-1).view(torch.uint8))
-        return _Reference(slot.number, "bytes", 0, tensor.nbytes, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _rounded(num_bytes: int) -> int:
-    """Up to an eighth more, so that tensors whose size changes a little find a slot that was used before."""
-    step = 1 << max(num_bytes.bit_length() - 4, 0)
-    return -(-num_bytes // step) * step
-
-
-def _place(tensor: torch.Tensor, slot: Slot) -> _Reference | None:
-    """The reference to a tensor that lies in the slot, else None."""
-    size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    num_bytes = (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * tensor.itemsize
-    for name, array in slot.arrays.items():
-        start = tensor.data_ptr() - array.__array_interface__["data"][0]
-        if 0 <= start <= start + num_bytes <= array.nbytes:
-            return _Reference(slot.number, name, start, start + num_bytes, tensor.dtype, size, stride)
-    return None
-
-
-class _BatchPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, reference: Callable[[torch.Tensor], _Reference | None]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._reference = reference
-
-    def persistent_id(self, obj: Any) -> _Reference | None:
-        return self._reference(obj) if type(obj) is torch.Tensor else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout == torch.strided and not obj.requires_grad:
-            with suppress(TypeError):  # bfloat16 and its like
-                return torch.from_numpy, (obj.numpy(),)  # a tenth of the time that torch's own way takes
-        return NotImplemented
+        return in_use

@@ -42,12 +42,12 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self.fd = -1
-        if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("shardpack-batch")
-        else:  # macOS
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
         try:
+            if hasattr(os, "memfd_create"):
+                self.fd = os.memfd_create("shardpack-batch")
+            else:  # macOS
+                with tempfile.TemporaryFile() as file:
+                    self.fd = os.dup(file.fileno())
             if hasattr(os, "posix_fallocate"):  # now, not by SIGBUS when a page is first written
                 os.posix_fallocate(self.fd, 0, num_bytes)
             else:
@@ -125,6 +125,11 @@ class Slots(ForkAware):
         self._ring: deque[Slot] = deque(maxlen=keep)
         self._all: weakref.WeakSet[Slot] = weakref.WeakSet()
         super().__init__()  # last: from now on a fork in another thread renews it
+
+    def before_fork(self) -> None:
+        if self.shared:  # the child has the same memory, no copy: what it may hold is not used again here
+            with self.lock:
+                self._ring = deque((slot for slot in self._ring if slot.is_idle()), self._ring.maxlen)
 
     def after_fork(self) -> None:
         super().after_fork()

@@ -103,10 +103,10 @@ class Tuning:
 
 def grid(batch_size: int, cores: int) -> list[Setting]:
     """Threads and processes: none, powers of two up to the cores, the cores, and for threads one more, which fills the gaps of reading. Of
-    the processes of `BatchLoader`, which are for what threads cannot do at the same time, two or more."""
+    the processes of `BatchLoader`, which live through all rounds, one number: a core each."""
     counts = sorted({0, cores, *(2**k for k in range(cores.bit_length()) if 2**k <= cores)})
     threads = [Setting("threads", n, batch_size) for n in [*counts, cores + 1]]
-    processes = [Setting("processes", n, batch_size) for n in counts if n > 1]
+    processes = [Setting("processes", cores, batch_size)] if cores > 1 else []
     return threads + processes + [Setting("dataloader", n, batch_size) for n in counts]
 
 
@@ -180,10 +180,16 @@ def race(
                     continue
                 if isinstance(loader, BatchLoader) and setting not in kept:
                     kept[setting] = opened.enter_context(loader)
-                rates[setting].append(_turn(loader, setting, seconds / (rounds * len(settings))))
+                try:
+                    rates[setting].append(_turn(loader, setting, seconds / (rounds * len(settings))))
+                except RuntimeError as e:
+                    if setting.kind != "processes":
+                        raise
+                    left_out[setting] = str(e)  # a notebook, say, whose functions no process can import
     if len(left_out) == len(settings):
         raise ValueError(next(iter(left_out.values())))
-    return [Speed(setting, tuple(found)) for setting, found in rates.items() if found], list(left_out.items())
+    speeds = [Speed(setting, tuple(found)) for setting, found in rates.items() if setting not in left_out]
+    return speeds, list(left_out.items())
 
 
 def _turn(loader: Iterable[Any], setting: Setting, seconds: float) -> float:

@@ -42,7 +42,7 @@ PLUGINS = {
 }
 NEVER_IMPORTED = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "code", "pty", "imp"}
 # Messages between a process and those that it started itself, over a pipe that has no name; as in `multiprocessing`, which does so unseen.
-PIPES = {"loaders.processes": "pickle"}
+PIPES = {"loaders.processes": "pickle", "loaders.handover": "pickle"}
 NEVER_CALLED = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "subprocess.getoutput", "subprocess.getstatusoutput"}
 NEVER_CALLED |= {f"os.{name}" for name in dir(os) if name.startswith(("exec", "spawn", "posix_spawn")) or name in ("system", "popen")}
 WITHOUT_TORCH = ("loaders.format", "loaders.codecs", "loaders.jpeg", "loaders.sampling", "packer.cli")

@@ -30,8 +30,7 @@ def test_grid(cores: int) -> None:
     for kind in KINDS:
         counts = [s.workers for s in settings if s.kind == kind]
         assert counts == sorted(counts)
-        assert ({0, 1, cores} if kind != "processes" else {cores} - {1}) <= set(counts)
-    assert all(s.workers > 1 for s in settings if s.kind == "processes")
+        assert set(counts) == {cores} - {1} if kind == "processes" else {0, 1, cores} <= set(counts)
     assert Setting("threads", cores + 1, 32) in settings
 
 
