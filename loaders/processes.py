@@ -24,6 +24,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import threading
 import traceback
@@ -47,6 +48,8 @@ from loaders.handover import pickled, unpickled
 from loaders.slots import Fields, Slot, Slots
 
 _END_S = 5.0
+SPARE_FILES = 64
+"""File descriptors that are left to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,13 +282,18 @@ _CLOSED = "the BatchLoader was closed while this batch was made"
 
 
 def _taken(slots: Slots, fields: Fields, rows: int) -> Slot | None:
-    """A slot; None where there are no file descriptors for more: batches that are held take one each. Then the pipe must do."""
+    """A slot; None where that would leave few file descriptors: batches that are held take one each. Then the pipe must do."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        return slots.take(fields, rows)
+        slot = slots.take(fields, rows)
     except OSError as e:
         if e.errno in (errno.EMFILE, errno.ENFILE):
             return None
         raise
+    assert slot.memory is not None
+    if limit != resource.RLIM_INFINITY and slot.memory.fd > limit - SPARE_FILES:  # a new one is the lowest that is free
+        return None
+    return slot
 
 
 def _end(process: multiprocessing.process.BaseProcess, pid: int) -> None:

@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from loaders.batches import BatchLoader
 from loaders.collate import collate_indexed, collate_padded
 from loaders.dataset import PackedDataset, SampleError
 from loaders.memmap import MemmapDataset
+from loaders.processes import SPARE_FILES
 from loaders.shards import ShardDataset
 from loaders.slots import SharedMemory
 from packed_data import Packed, write_packed
@@ -105,6 +108,11 @@ class Changes:
             "expanded": wide[:1].expand(4, *wide.shape[1:]),
             "nothing": image[:0],
             "scalar": torch.tensor(3.5),
+            "float8": image[0].to(torch.float8_e5m2),
+            "conjugate": [torch.complex(t, t).conj() for t in (image[0], wide)],
+            "negative": torch.complex(image, image).conj().imag,
+            "twice": [wide, wide, image],
+            "again": image,
             "nested": {"a": [wide[0], (image[1], None)], "text": "x"},
         }
 
@@ -174,6 +182,60 @@ def test_batches_that_are_held_never_change(packed: Packed) -> None:
         held.clear()
         assert kept <= 2 * (2 * 4 + 2)
     assert loader._slots._ring == type(loader._slots._ring)()
+
+
+class Remembers:
+    """Looks whether the first batch that it saw is as it was."""
+
+    def __init__(self) -> None:
+        self.first: torch.Tensor | None = None
+        self.copy = torch.zeros(0)
+
+    def __call__(self, batch: Sample) -> Sample:
+        if self.first is None:
+            self.first, self.copy = batch["image"], batch["image"].clone()
+        return {**batch, "same": torch.equal(self.first, self.copy)}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_transform_or_a_forked_child_remembers_never_changes(packed: Packed) -> None:
+    ds = ShardDataset(packed.root, transform=crop())
+    with BatchLoader(ds, 3, workers=1, processes=True, batch_transform=Remembers()) as loader:
+        image = next(iter(loader))["image"]
+        as_it_was = image.clone()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.read(reading, 1)  # until the parent has gone on
+                status = int(not torch.equal(image, as_it_was))
+            finally:
+                os._exit(status)
+        del image
+        for _ in range(3):
+            assert all(batch["same"] for batch in loader)
+        os.write(writing, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        os.close(reading)
+        os.close(writing)
+
+
+def test_batches_may_be_held_beyond_the_limit_of_open_files(packed: Packed) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    held: list[Any] = []
+    with BatchLoader(ShardDataset(packed.root, transform=crop()), 1, shuffle=False, workers=1, processes=True) as loader:
+        next(iter(loader))  # starts the process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + SPARE_FILES + 40, hard))
+        try:
+            for _ in range(3):
+                held += [(batch["image"], batch["image"].clone()) for batch in loader]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(held) == 126
+    assert all(torch.equal(image, as_it_was) for image, as_it_was in held)
+    del held
 
 
 class Grows:
@@ -257,6 +319,49 @@ def test_what_goes_wrong_comes_at_its_batch_and_the_loader_stays_usable(packed: 
         assert [i for batch in loader for i in batch["index"].tolist()] == list(range(40))
 
 
+class Unloadable(RandomResizedCrop):
+    """No process can load it while `flag` exists."""
+
+    def __init__(self, flag: Path, size: int) -> None:
+        super().__init__(size)
+        self.flag = flag
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["flag"].exists():
+            raise ValueError("cannot be loaded, of the test")
+        self.__dict__.update(state)
+
+
+def test_after_a_part_that_no_process_can_load_nothing_old_is_used(packed: Packed, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    ds: PackedDataset = ShardDataset(packed.root, transform=Unloadable(flag, 16))
+    with BatchLoader(ds, 4, workers=1, processes=True) as loader:
+        assert next(iter(loader))["image"].shape[2:] == (16, 16)
+        ds.transform = Unloadable(flag, 24)
+        flag.touch()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cannot be loaded, of the test"):
+                next(iter(loader))
+        flag.unlink()
+        assert next(iter(loader))["image"].shape[2:] == (24, 24)
+
+
+def warns(sample: Sample, rng: np.random.Generator) -> Sample:
+    class OwnWarning(UserWarning):
+        pass
+
+    warnings.warn("of the test", OwnWarning, stacklevel=1)
+    return {**sample, "image": sample["image"][:20, :20], "draw": rng.random()}
+
+
+def test_warnings_of_a_category_that_cannot_be_sent_arrive(packed: Packed) -> None:
+    with (
+        BatchLoader(ShardDataset(packed.root, transform=warns), 4, workers=1, processes=True) as loader,
+        pytest.warns(UserWarning, match="OwnWarning: of the test"),
+    ):
+        next(iter(loader))
+
+
 def test_damaged_samples_are_named_or_replaced_and_counted(packed: Packed) -> None:
     with packed.shard(1).open("r+b") as file:
         file.truncate(packed.shard(1).stat().st_size // 3)
@@ -332,6 +437,20 @@ def test_processes_end_with_the_loader_in_every_way(packed: Packed) -> None:
     assert multiprocessing.active_children() == []
     with pytest.raises(RuntimeError, match="closed"):
         next(iterator)
+
+
+def test_closing_while_processes_start_ends_them_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.engine.JOIN_S", 0.1)
+    packed = write_packed(tmp_path / "out", "memmap", "classification", sizes=((6, 5),), counts=(200,))
+    loader = BatchLoader(MemmapDataset(packed.root), 4, workers=2, processes=True)  # several batches at a time, which are tried singly
+    iter(loader)
+    while len(multiprocessing.active_children()) < 2:
+        time.sleep(0.01)
+    loader.close()
+    deadline = time.monotonic() + 20
+    while producer_threads() and time.monotonic() < deadline:
+        assert multiprocessing.active_children() == []
+        time.sleep(0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -115,6 +115,8 @@ class TestRace:
             del ds
             if setting.workers == 9:
                 raise ValueError("/dev/shm is too small")
+            if setting.workers == 8:
+                return self.fail()
             assert not self.running  # what runs is ended before the next one starts
             self.order.append(setting)
             return self.load(setting)
@@ -146,6 +148,18 @@ class TestRace:
         assert left_out == [(settings[0], "/dev/shm is too small")]
         with pytest.raises(ValueError, match="too small"):
             race(None, settings[:1], 100.0, lambda _: None)
+
+    def fail(self) -> Any:
+        raise RuntimeError("the process ended before it began")
+        yield
+
+    def test_processes_that_cannot_start_are_left_out_but_no_other_error_is(self) -> None:
+        settings = [Setting("processes", 8, 8), Setting("threads", 1, 8)]
+        speeds, left_out = race(None, settings, 100.0, lambda _: None)
+        assert [s.setting for s in speeds] == settings[1:]
+        assert left_out == [(settings[0], "the process ended before it began")]
+        with pytest.raises(RuntimeError, match="before it began"):
+            race(None, [Setting("threads", 8, 8)], 100.0, lambda _: None)
 
     def test_slow_batches_mean_fewer_rounds_not_more_time(self) -> None:
         speeds, _ = race(None, [Setting("threads", 0, 8)], 4.0, lambda _: None)
