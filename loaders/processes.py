@@ -166,7 +166,7 @@ class Processes(ForkAware):
                     self._all.discard(process)
                     process.end()
                 while len(self._all) < self._count:
-                    process = _Process(len(self._all), spec)
+                    process = _Process(min(set(range(self._count)) - {p.number for p in self._all}), spec)
                     self._all.add(process)
                     self._idle.append(process)
                 if self._idle:
@@ -190,7 +190,7 @@ class _Process:
 
     def __init__(self, number: int, spec: Spec) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
-        self._shared = spec.shared
+        self.number, self._shared = number, spec.shared
         self._spec: Spec | None = None
         self._answered = False
         self._ended = False
@@ -235,13 +235,13 @@ class _Process:
                     break
             *content, in_use, warned = rest
             self.is_usable = True
+            batches = unpickled(content[0], taken) if kind == "made" else []
+            taken = {number: slot for number, slot in taken.items() if number not in in_use}
             for text, category in warned:
                 warnings.warn(text, category, stacklevel=2)
             if kind == "failed":
                 raise _error(*content)
             self._spec = spec
-            batches = unpickled(content[0], taken)
-            taken = {number: slot for number, slot in taken.items() if number not in in_use}
             return batches
         except (EOFError, ConnectionError):
             raise RuntimeError(self._death()) from None
@@ -321,6 +321,7 @@ def _error(pickled: bytes, text: str) -> BaseException:
 def _serve(conn: Connection, number: int, shared: tuple[torch.Tensor, ...]) -> None:
     """Make what is asked for until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # what a transform starts should not inherit that
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a device taken by accident costs some 500 MB
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
