@@ -110,8 +110,8 @@ class BatchLoader:
         if processes and not self.workers:
             raise ValueError("processes=True has no process with workers=0: give 1 or more, or None")
         self._pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
-        # Page-locked memory cannot be shared: what processes made is copied there.
-        # Each large tensor that a batch_transform makes is in a slot of its own there.
+        # Page-locked memory cannot be shared: what processes made is copied there. A batch of theirs may take a second slot, for what a
+        # batch_transform or a collate makes.
         keep = (2 * self._ahead + 2) * (2 if processes else 1)
         self._slots = Slots(keep, pinned=self._pinned and not processes, shared=processes)
         self._processes = Processes(self.workers, self._slots) if processes else None

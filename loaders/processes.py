@@ -37,7 +37,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # the stub leaves it out
 from typing import Any
 
-import cv2
 import torch
 
 from loaders import faults
@@ -45,6 +44,7 @@ from loaders.assemble import Batch, BatchMaker, Rows, pinned
 from loaders.faults import Replacements
 from loaders.handles import ForkAware
 from loaders.handover import pickled, unpickled
+from loaders.quiet import be_one_of_many
 from loaders.slots import Fields, Slot, Slots
 
 _END_S = 5.0
@@ -322,9 +322,7 @@ def _serve(conn: Connection, number: int, shared: tuple[torch.Tensor, ...]) -> N
     """Make what is asked for until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # what a transform starts should not inherit that
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a device taken by accident costs some 500 MB
-    cv2.setNumThreads(0)
-    torch.set_num_threads(1)
+    be_one_of_many()
     faults.process_number = number
     warned: list[tuple[str, type[Warning]]] = []
     warnings.showwarning = lambda message, category, *_: warned.append(_builtin(message, category))

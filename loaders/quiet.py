@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import cv2
@@ -40,6 +41,13 @@ _forked = _Forked()
 def intra_op(is_large: bool) -> contextlib.AbstractContextManager[None]:
     """For work in the caller's thread: torch's intra-op threads where it is large, 16 MB or so; for less they cost more than they do."""
     return contextlib.nullcontext() if is_large and not _forked.here else one_thread()
+
+
+def be_one_of_many() -> None:
+    """For a process that is one of many beside the training: one thread for OpenCV and torch each, and no CUDA."""
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a device taken by accident costs some 500 MB for each
 
 
 class _QuietOpenCV(ForkAware):

@@ -7,14 +7,12 @@ The classic failures of worker processes are looked for before the first one sta
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import shutil
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import cv2
 import numpy as np
 import torch
 from torch.utils.data import default_collate
@@ -22,6 +20,7 @@ from torch.utils.data import default_collate
 from loaders.batches import default_workers
 from loaders.collate import collate_list
 from loaders.prefetch import check_device, map_tensors
+from loaders.quiet import be_one_of_many
 
 SHARED_MEMORY = "/dev/shm"
 TIMEOUT_S = 300
@@ -45,9 +44,7 @@ def worker_init(worker_id: int) -> None:
     ``torch.manual_seed``. Transforms of packed data sets need no seed: they draw from the generator that they are given.
     """
     del worker_id
-    cv2.setNumThreads(0)
-    torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a device taken by accident costs some 500 MB for each worker
+    be_one_of_many()
     seed = torch.initial_seed()  # the base seed + worker_id
     random.seed(seed)
     np.random.seed(seed % 2**32)  # the global generator: it is what users' transforms draw from
