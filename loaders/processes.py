@@ -24,7 +24,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import threading
 import traceback
@@ -48,8 +47,6 @@ from loaders.quiet import be_one_of_many
 from loaders.slots import Fields, Slot, Slots
 
 _END_S = 5.0
-SPARE_FILES = 64
-"""File descriptors that are left to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,18 +279,13 @@ _CLOSED = "the BatchLoader was closed while this batch was made"
 
 
 def _taken(slots: Slots, fields: Fields, rows: int) -> Slot | None:
-    """A slot; None where that would leave few file descriptors: batches that are held take one each. Then the pipe must do."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """A slot; None where that would leave few file descriptors: batches that are held keep theirs. Then the pipe must do."""
     try:
-        slot = slots.take(fields, rows)
+        return slots.take(fields, rows)
     except OSError as e:
         if e.errno in (errno.EMFILE, errno.ENFILE):
             return None
         raise
-    assert slot.memory is not None
-    if limit != resource.RLIM_INFINITY and slot.memory.fd > limit - SPARE_FILES:  # a new one is the lowest that is free
-        return None
-    return slot
 
 
 def _end(process: multiprocessing.process.BaseProcess, pid: int) -> None:

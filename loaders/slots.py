@@ -9,6 +9,7 @@ import errno
 import math
 import mmap
 import os
+import resource
 import sys
 import tempfile
 import weakref
@@ -30,14 +31,18 @@ Fields = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 _ALIGN = 64
 _numbers = counter()
+SPARE_FILES = 64
+"""File descriptors that shared memory leaves to others."""
 
 
 class SharedMemory:
     """Anonymous memory that other processes can map, too: by its descriptor `fd`, for as long as anybody holds it. It has no name, so
     nothing is left of it, whoever dies.
 
+    It takes two file descriptors: `fd`, and one that `map` keeps while any view of it is alive, also when this object is gone.
+
     Raises:
-        OSError: there is not that much.
+        OSError: there is not that much; `errno.EMFILE` where fewer than `SPARE_FILES` descriptors would be left.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -53,6 +58,7 @@ class SharedMemory:
             else:
                 os.ftruncate(self.fd, num_bytes)
             self.map = mmap.mmap(self.fd, num_bytes)
+            _check_spare_files(self.fd)
         except OSError as e:
             raise OSError(
                 e.errno or errno.ENOMEM,
@@ -63,6 +69,14 @@ class SharedMemory:
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+
+
+def _check_spare_files(fd: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(fd)  # of those that are free
+    os.close(lowest)
+    if limit != resource.RLIM_INFINITY and lowest > limit - SPARE_FILES:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 class Slot:
