@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,10 @@ _MAX_VIEWS = 1024  # IOV_MAX of Linux and macOS
 _CAN_ADVISE = hasattr(os, "posix_fadvise")  # not on macOS
 
 
+_LARGE_MAP = 16 << 20
+_AREA = 1 << 20
+_MOST_AREAS = 1024
+"""Of one map; a process has some 65,000."""
 _TRIES = 4  # other threads may take what was let go
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -207,6 +212,20 @@ def give_back(array: NDArray[Any]) -> None:
     below = _map_below(array)
     if below is not None and hasattr(mmap, "MADV_DONTNEED"):
         below.madvise(mmap.MADV_DONTNEED)
+
+
+def map_sparsely(array: NDArray[Any]) -> None:
+    """For a large mapped array of which little is read: count as this process's memory little more than that.
+
+    Linux keeps freshly written files in pieces of up to 2 MB, and maps all of one where a byte of it is touched: 64 rows of an index of 60
+    MB would map most of it. It maps nothing beyond an area of equal advice, and this advice ("not in core dumps") changes nothing else.
+    """
+    below = _map_below(array)
+    if below is None or len(below) < _LARGE_MAP or not hasattr(mmap, "MADV_DONTDUMP"):
+        return
+    with suppress(OSError):
+        for start in range(0, min(len(below), _MOST_AREAS * _AREA), 2 * _AREA):
+            below.madvise(mmap.MADV_DONTDUMP, start, min(_AREA, len(below) - start))
 
 
 def _map_below(array: NDArray[Any]) -> mmap.mmap | None:

@@ -29,7 +29,7 @@ from loaders.format import (
     read_manifest,
     sha256_file,
 )
-from loaders.handles import MapWatch, give_back
+from loaders.handles import MapWatch, give_back, map_sparsely
 
 _ROWS_AT_A_TIME = 1 << 16
 Ragged = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
@@ -71,6 +71,8 @@ class SplitIndex:
         self.restarts = None if index.restarts is None else np.asarray(index.restarts)
         self.restart_offsets = None if index.restart_offsets is None else np.asarray(index.restart_offsets)
         self._watch = MapWatch([(root / index_path(split, name), array) for name, array in _arrays(index)])
+        for _, array in _arrays(index):
+            map_sparsely(array)
         if check:
             self._check_files(manifest)
         self.check_manifest()
