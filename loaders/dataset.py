@@ -265,7 +265,7 @@ class PackedDataset(Dataset[SampleDict], ABC):
         """All of `load` but what follows on reading, now; the rest of each when it is called. Generators are added to `generators`."""
         indices = [self._index.index(i) for i, _ in keys]
         positions = [self._index.position(index) for index in indices]
-        rows = self._index.samples[positions]
+        rows = self._index.rows(positions)
         wanted: list[Wanted] = []
         rest = []
         columns = indices, positions, rows["height"].tolist(), rows["width"].tolist()
@@ -402,11 +402,11 @@ class PackedDataset(Dataset[SampleDict], ABC):
             if len(out["image"]) < count or not out["image"].flags.c_contiguous:
                 raise ValueError(f"out['image'] has shape {out['image'].shape}, expected at least {count} C-contiguous slots")
             self._gather_images(used, out["image"][:count])
-        positions = self._index.positions(used)
+        rows = self._index.rows(self._index.positions(used))
         if "label" in out:
-            out["label"][:count] = self._index.class_ids(positions)
+            out["label"][:count] = self._index.class_ids(rows)
         if "key" in out:
-            out["key"][:count] = self._index.samples["key"][positions]
+            out["key"][:count] = rows["key"]
         if "index" in out:
             out["index"][:count] = used
         return used

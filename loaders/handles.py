@@ -10,7 +10,7 @@ import stat
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -162,6 +162,10 @@ class OpenFile:
         if self.fd >= 0:
             os.close(self.fd)
 
+    def size_now(self) -> int:
+        """Its bytes at this moment."""
+        return os.fstat(self.fd).st_size
+
     def read_scattered(self, views: list[memoryview], offset: int, size: int) -> int:
         """Fill several views of `size` bytes in all, one after the other, with the bytes from `offset` on.
 
@@ -189,19 +193,23 @@ class MapWatch:
     """Notices when a mapped file gets shorter or longer: the operating system ends a process that touches pages which are gone (SIGBUS).
 
     Args:
-        maps: path and mapped array of each file; arrays that are no maps are left out.
+        maps: path and mapped array of each file, or the open file that was mapped; arrays that are no maps are left out.
     """
 
     __slots__ = ("_files",)
 
-    def __init__(self, maps: list[tuple[Path, NDArray[Any]]]) -> None:
-        found = [(path, _map_below(array)) for path, array in maps]
-        self._files = [(path, file, file.size()) for path, file in found if file is not None]
+    def __init__(self, maps: Sequence[tuple[Path, NDArray[Any] | OpenFile]]) -> None:
+        self._files: list[tuple[Path, Callable[[], int], int]] = []
+        for path, mapped in maps:
+            file = mapped if isinstance(mapped, OpenFile) else _map_below(mapped)
+            if file is not None:
+                size = file.size_now if isinstance(file, OpenFile) else file.size
+                self._files.append((path, size, size()))
 
     def changed(self) -> str | None:
         """What is said about the first file whose size is another than when it was mapped; None where all are as they were."""
-        for path, file, size in self._files:
-            now = file.size()
+        for path, size_now, size in self._files:
+            now = size_now()
             if now != size:
                 return f"{path}: has {now} bytes, and had {size} when it was opened: it was changed while in use"
         return None

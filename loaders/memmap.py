@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from loaders.dataset import PackedDataset, SampleError, Wanted
 from loaders.faults import OnError
 from loaders.format import FormatError, Layout, open_array
-from loaders.handles import MapWatch, is_shortage, shortage
-from loaders.npy import map_array
+from loaders.handles import MapWatch, OpenFile, is_shortage, shortage
+from loaders.joined import MappedRows, RowKind
+from loaders.npy import read_header
 from loaders.regions import Region, Transform, View
 
 BATCHES_AT_ONCE = 16
@@ -26,10 +27,12 @@ ROWS_A_SHARD = 8
 
 
 class _Images(NamedTuple):
-    """A shard's images [N, H, W, 3], and the same memory as a torch tensor with one row a sample, for `index_select`."""
+    """A shard's images [N, H, W, 3]. `rows`: a torch tensor with one row an image, for `index_select`, in which they are from `first` on:
+    that of all shards, or one of this shard alone."""
 
     array: NDArray[Any]
     rows: torch.Tensor
+    first: int
     watch: MapWatch
 
 
@@ -96,13 +99,23 @@ class MemmapDataset(PackedDataset):
             raise _BadShard(changed)
         return images
 
+    def _open(self, selection: NDArray[np.int64] | None) -> None:
+        super()._open(selection)
+        self._rows = MappedRows(self._index.shard_bytes, np.diff(self._index.shard_starts))
+
     def _open_images(self, shard: int) -> _Images:
-        path = self._index.shard_path(shard) / "image.npy"
+        path, count = self._index.shard_path(shard) / "image.npy", len(self._index.shard_range(shard))
         try:
-            size = path.stat().st_size
-            if size != self._index.shard_bytes[shard]:
-                raise _BadShard(f"{path}: {size} bytes, the manifest says {self._index.shard_bytes[shard]}: it was cut short or replaced")
-            array = np.asarray(map_array(path, "c"))
+            file = OpenFile(path)
+            if file.size != self._index.shard_bytes[shard]:
+                raise _BadShard(
+                    f"{path}: {file.size} bytes, the manifest says {self._index.shard_bytes[shard]}: it was cut short or replaced"
+                )
+            with open(file.fd, "rb", closefd=False) as f:
+                shape, dtype, start = read_header(f)
+            if len(shape) != 4 or shape[0] != count or shape[3] != 3 or dtype not in (np.uint8, np.float16, np.float32):
+                raise _BadShard(f"{path}: {dtype} {shape}, expected uint8, float16 or float32 ({count}, height, width, 3)")
+            rows, first, watched = self._rows.map(shard, file, RowKind(math.prod(shape[1:]), dtype, start))
         except FileNotFoundError:
             raise _BadShard(f"{path}: not found") from None
         except OSError as e:
@@ -111,11 +124,7 @@ class MemmapDataset(PackedDataset):
             raise _BadShard(f"{path}: cannot be mapped: {e}") from None
         except ValueError as e:
             raise _BadShard(f"{path}: cannot be mapped: {e}") from None
-        count = len(self._index.shard_range(shard))
-        if array.ndim != 4 or array.shape[0] != count or array.shape[3] != 3 or array.dtype not in (np.uint8, np.float16, np.float32):
-            raise _BadShard(f"{path}: {array.dtype} {array.shape}, expected uint8, float16 or float32 ({count}, height, width, 3)")
-        rows = torch.from_numpy(array.reshape(count, math.prod(array.shape[1:])))
-        return _Images(array, rows, MapWatch([(path, array)]))
+        return _Images(rows.numpy()[first : first + count].reshape(shape), rows, first, MapWatch([(path, watched)]))
 
     def _read_image(self, position: int) -> NDArray[Any]:
         shard = self._index.shard_of(position)
@@ -145,17 +154,33 @@ class MemmapDataset(PackedDataset):
         if not len(used):
             return
         positions = self._index.positions(used)
-        runs = self._index.runs(positions)
-        # Views of all pieces by two calls: several small batches at a time have many.
-        shards, lengths = [shard for shard, _, _ in runs], [last - first for _, first, last in runs]
-        rows = torch.split_with_sizes(torch.from_numpy(positions - self._index.shard_starts[shards].repeat(lengths)), lengths)
+        shards = self._index.shards_of(positions)
+        present = np.flatnonzero(np.bincount(shards))
+        joined = self._rows.joined
+        alone, shift = np.ones(self._index.num_shards, np.bool_), -self._index.shard_starts[:-1]
+        for shard in [] if joined is None else present.tolist():
+            images = self._images_for(shard, out)
+            if images is not None and images.rows is joined:
+                alone[shard] = False
+                shift[shard] += images.first
+        ends = [len(used)]
+        if alone[present].any():
+            ends = [*(np.flatnonzero(np.diff(np.where(alone[shards], shards, -1))) + 1).tolist(), len(used)]
+        starts = [0, *ends[:-1]]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        # Views of all pieces by two calls: where each shard is asked alone, there are many.
+        rows = torch.split_with_sizes(torch.from_numpy(positions + shift[shards]), lengths)
         slots = torch.split_with_sizes(torch.from_numpy(out.reshape(len(out), -1)), lengths)
-        for (shard, first, last), chosen, slot in zip(runs, rows, slots, strict=True):
+        for start, end, chosen, slot in zip(starts, ends, rows, slots, strict=True):
+            shard = int(shards[start])
+            if joined is not None and not alone[shard]:
+                torch.index_select(joined, 0, chosen, out=slot)
+                continue
             images = self._images_for(shard, out)
             if images is not None:
-                torch.index_select(images.rows, 0, chosen, out=slot)
+                torch.index_select(images.rows, 0, chosen + images.first, out=slot)
                 continue
-            for j in range(first, last):
+            for j in range(start, end):
                 used[j], image = self._with_replacement(int(used[j]), lambda i: self._read_image(self._index.position(i)))
                 out[j] = image
 

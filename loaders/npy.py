@@ -10,7 +10,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,26 +50,35 @@ def open_array(path: Path, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
     return array
 
 
-def map_array(path: Path, mode: Literal["r", "c"] = "r") -> NDArray[Any]:
-    """`open_array` without its names for what is wrong. Mode "c" gives an array that may be written to, in pages of this process's own.
+def map_array(path: Path) -> NDArray[Any]:
+    """`open_array` without its names for what is wrong.
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is no NPY file of version 1.0 in C order, or not as long as its header says.
+        ValueError: as `read_header`.
     """
     with path.open("rb") as f:
-        start = f.read(len(_MAGIC) + 2)
-        if start[:-2] != _MAGIC:
-            raise ValueError(f"it starts with {start[:-2]!r}, expected {_MAGIC!r}")
-        shape, fortran, dtype = _read_header(f.read(int.from_bytes(start[-2:], "little")))
-        if fortran or math.prod(shape) * dtype.itemsize != os.fstat(f.fileno()).st_size - f.tell():
-            raise ValueError(f"header says {dtype} {list(shape)}{' in Fortran order' if fortran else ''}, which the bytes are not")
-        if not math.prod(shape):
-            return np.zeros(shape, dtype)
-        return np.memmap(f, dtype, mode, f.tell(), shape)
+        shape, dtype, start = read_header(f)
+        return np.memmap(f, dtype, "r", start, shape) if math.prod(shape) else np.zeros(shape, dtype)
 
 
-def _read_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def read_header(f: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Shape and dtype of an NPY file's values, and the bytes before them.
+
+    Raises:
+        ValueError: it is no NPY file of version 1.0 in C order, or not as long as its header says.
+    """
+    magic = f.read(len(_MAGIC) + 2)
+    if magic[:-2] != _MAGIC:
+        raise ValueError(f"it starts with {magic[:-2]!r}, expected {_MAGIC!r}")
+    shape, fortran, dtype = _parsed(f.read(int.from_bytes(magic[-2:], "little")))
+    start = f.tell()
+    if fortran or math.prod(shape) * dtype.itemsize != os.fstat(f.fileno()).st_size - start:
+        raise ValueError(f"header says {dtype} {list(shape)}{' in Fortran order' if fortran else ''}, which the bytes are not")
+    return shape, dtype, start
+
+
+def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Shape, whether in Fortran order, dtype."""
     match = _HEADER.fullmatch(header.decode("latin-1"))
     descr = match["descr"] if match else ""

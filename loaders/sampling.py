@@ -214,7 +214,10 @@ def rows_of_batches(
     if not 0 <= numbers.start < numbers.stop <= total or not 0 <= rank < world_size:
         raise IndexError(f"batches {numbers.start} to {numbers.stop - 1} of {total}, rank {rank} of {world_size}: out of range")
     starts = samples_seen + (np.arange(numbers.start, numbers.stop) * world_size + rank) * batch_size
-    parts = [order[start : start + batch_size] for start in starts.tolist()]
+    if world_size == 1:
+        parts = [order[int(starts[0]) : int(starts[-1]) + batch_size]]
+    else:
+        parts = [order[start : start + batch_size] for start in starts.tolist()]
     surplus = len(starts) * batch_size - sum(map(len, parts))
     if surplus:
         parts.append(np.repeat(order[len(order) - 1 :], surplus))

@@ -172,11 +172,11 @@ class Slots(ForkAware):
         """Tensors over a filled slot's arrays, cut into `count` batches of equal size. When the last of them (and of their views) is gone,
         the slot may be taken again."""
         size = slot.rows // count
-        cuts = [slice(i * size, (i + 1) * size) for i in range(count)]
         if self.pinned:
-            return [{name: tensor[cut] for name, tensor in slot.pinned.items()} for cut in cuts]
+            return [{name: tensor[i * size : (i + 1) * size] for name, tensor in slot.pinned.items()} for i in range(count)]
         # Cut before they are tensors: each has a storage and a version of its own.
-        batches = [{name: torch.from_numpy(array[cut]) for name, array in slot.arrays.items()} for cut in cuts]
+        cuts = [map(torch.from_numpy, array.reshape(count, size, *array.shape[1:])) for array in slot.arrays.values()]
+        batches = [dict(zip(slot.arrays, each, strict=True)) for each in zip(*cuts, strict=True)]
         self.give_back(slot)
         return batches
 

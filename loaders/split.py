@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import operator
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -174,17 +173,6 @@ class SplitIndex:
     def shards_of(self, positions: ArrayLike) -> NDArray[np.int64]:
         return self.shard_starts.searchsorted(positions, "right") - 1
 
-    def runs(self, positions: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-        """(shard, first, last) of each stretch ``positions[first:last]`` that lies in one shard."""
-        if not len(positions):
-            return []
-        shard = self.shard_of(int(positions.min()))
-        if positions.max() < self.shard_starts[shard + 1]:
-            return [(shard, 0, len(positions))]
-        shards = self.shards_of(positions)
-        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(positions)]
-        return [(int(shards[first]), first, last) for first, last in pairwise(bounds)]
-
     def shard_range(self, shard: int) -> range:
         """Positions of a shard's samples (`shard` counts from 0)."""
         return range(int(self.shard_starts[shard]), int(self.shard_starts[shard + 1]))
@@ -252,9 +240,13 @@ class SplitIndex:
             raise self._bad_offsets(position)
         return {"boxes": self.boxes[rows].copy(), "labels": self.box_labels[rows].copy(), "difficult": self.difficult[rows].copy()}
 
-    def class_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Labels of classification samples, int32 [B]. FormatError where one is none of the classes."""
-        labels: NDArray[np.int32] = self.samples["label"][positions]
+    def rows(self, positions: NDArray[np.int64] | list[int]) -> NDArray[Any]:
+        """Copies of the rows at these positions, `SAMPLE_DTYPE` [B]."""
+        return self.samples.take(positions)  # a tenth of what indexing takes with rows of several fields
+
+    def class_ids(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+        """Labels of rows of classification samples, int32 [B]. FormatError where one is none of the classes."""
+        labels: NDArray[np.int32] = rows["label"]
         if self.classes and labels.size and labels.view("<u4").max() >= len(self.classes):  # a negative one is larger than any other
             raise self._bad_label(int(labels.min()) if labels.min() < 0 else int(labels.max()))
         return labels

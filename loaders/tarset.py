@@ -250,7 +250,7 @@ class ShardDataset(PackedDataset):
     def _parts(self, positions: list[int], name: str) -> list[_Part]:
         """Where "image" or "json" of these samples lie. Refuses a row of a damaged index, before it asks for another shard's bytes, or for
         more memory than there is."""
-        rows = self._index.samples[positions]
+        rows = self._index.rows(positions)
         columns = (rows[column].tolist() for column in ("shard", f"{name}_offset", f"{name}_size", f"{name}_crc32", "height", "width"))
         parts = [_Part(position, name, *values) for position, *values in zip(positions, *columns, strict=True)]
         for part, shard in zip(parts, self._index.shards_of(positions).tolist(), strict=True):
@@ -326,7 +326,7 @@ class ShardDataset(PackedDataset):
         positions = self._index.positions(used)
         order = positions.argsort(kind="stable")
         positions = positions[order]
-        rows, shards = self._index.samples[positions], self._index.shards_of(positions)
+        rows, shards = self._index.rows(positions), self._index.shards_of(positions)
         offsets, sizes = rows["image_offset"], rows["image_size"].astype(np.int64)
         fits = (rows["shard"] == shards) & (offsets >= 0) & (offsets <= self._index.shard_bytes[shards] - sizes)
         columns = (order, shards, offsets, sizes, rows["image_crc32"])
