@@ -1,0 +1,205 @@
+"""Files mapped as one array: the same rows as each file has alone, whatever is done to the files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import loaders.joined
+from loaders.handles import OpenFile
+from loaders.joined import MappedRows, RowKind, Rows
+from loaders.memmap import MemmapDataset
+from loaders.npy import read_header
+from packed_data import Packed, write_packed
+
+
+def written(folder: Path, counts: list[int], row: int, dtype: Any = np.uint8) -> tuple[list[Path], list[np.ndarray]]:
+    rng = np.random.default_rng(sum(counts) + row)
+    arrays = [rng.integers(0, 200, (count, row)).astype(dtype) for count in counts]
+    paths = [folder / f"{i}.npy" for i in range(len(counts))]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    return paths, arrays
+
+
+def mapper(paths: list[Path], arrays: list[np.ndarray]) -> MappedRows:
+    sizes, counts = [path.stat().st_size for path in paths], [len(array) for array in arrays]
+    return MappedRows(np.array(sizes, np.int64), np.array(counts, np.int64))
+
+
+def add(rows: MappedRows, number: int, path: Path) -> Rows:
+    file = OpenFile(path)
+    with path.open("rb") as f:
+        (_, values), dtype, start = read_header(f)
+    return rows.map(number, file, RowKind(values, dtype, start))
+
+
+def of(rows: Rows, count: int) -> np.ndarray:
+    return rows.tensor[rows.first : rows.first + count].numpy()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=7),
+    row=st.integers(1, 700),
+    dtype=st.sampled_from([np.uint8, np.float16, np.float32]),
+    order=st.randoms(use_true_random=False),
+)
+def test_all_files_are_one_tensor(tmp_path_factory: pytest.TempPathFactory, counts: list[int], row: int, dtype: Any, order: Any) -> None:
+    """In whatever order they are added: odd rows, files shorter than a page and longer, empty ones."""
+    paths, arrays = written(tmp_path_factory.mktemp("j"), counts, row, dtype)
+    rows = mapper(paths, arrays)
+    numbers = list(range(len(counts)))
+    order.shuffle(numbers)
+    found = {number: add(rows, number, paths[number]) for number in numbers}
+    assert {id(each.tensor) for each in found.values()} == {id(rows.joined)}
+    for number, array in enumerate(arrays):
+        assert np.array_equal(of(found[number], len(array)), array)
+    assert rows.joined is not None
+    where = np.concatenate([found[i].first + np.arange(len(array)) for i, array in enumerate(arrays)])
+    chosen = np.random.default_rng(0).permutation(len(where))
+    assert np.array_equal(rows.joined.index_select(0, torch.from_numpy(where[chosen])).numpy(), np.concatenate(arrays)[chosen])
+
+
+def test_what_is_written_stays_in_the_process_and_outlives_the_mapper(tmp_path: Path) -> None:
+    paths, arrays = written(tmp_path, [5, 6], 3000)
+    rows = mapper(paths, arrays)
+    held = [of(add(rows, i, path), len(arrays[i])) for i, path in enumerate(paths)]
+    held[1] += 1
+    assert np.array_equal(of(add(rows, 1, paths[1]), 6), arrays[1] + 1)  # asked for again: nothing is mapped anew
+    del rows
+    assert [np.array_equal(np.load(path), array) for path, array in zip(paths, arrays, strict=True)] == [True, True]
+    for path in paths:
+        path.unlink()
+    assert np.array_equal(held[0], arrays[0])
+    assert np.array_equal(held[1], arrays[1] + 1)
+
+
+def test_a_file_that_another_one_replaced_is_mapped_apart(tmp_path: Path) -> None:
+    """What is held of the old one stays as it was."""
+    paths, arrays = written(tmp_path, [4, 4], 500)
+    rows = mapper(paths, arrays)
+    old = of(add(rows, 0, paths[0]), 4)
+    np.save(tmp_path / "new.npy", arrays[0][::-1])
+    os.replace(tmp_path / "new.npy", paths[0])
+    new = add(rows, 0, paths[0])
+    assert new.tensor is not rows.joined
+    assert np.array_equal(of(new, 4), arrays[0][::-1])
+    assert np.array_equal(old, arrays[0])
+    assert add(rows, 1, paths[1]).tensor is rows.joined
+
+
+@pytest.mark.parametrize("why", ["size", "kind", "many", "addresses"])
+def test_files_that_cannot_be_joined_are_mapped_apart(tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, arrays = written(tmp_path, [4, 5, 6], 500)
+    if why == "kind":  # the same bytes, of other values
+        np.save(paths[2], arrays[2].view(np.float16))
+    if why == "many":
+        monkeypatch.setattr(loaders.joined, "max_open_shards", lambda: 2)
+    if why == "addresses":
+        monkeypatch.setattr(loaders.joined, "_MOST_ADDRESSES", 1000)
+    if why == "size":
+        arrays[1] = arrays[1][:4]
+    rows = mapper(paths, arrays)
+    first = add(rows, 0, paths[0])
+    assert np.array_equal(of(first, 4), arrays[0])
+    last = add(rows, 2, paths[2])
+    assert last.first == 0
+    assert last.tensor is not first.tensor
+    assert np.array_equal(last.tensor.numpy().view(np.uint8), arrays[2])
+    assert (rows.joined is None) == (why != "kind")
+
+
+def test_where_the_process_may_have_few_addresses_files_are_mapped_apart(tmp_path: Path) -> None:
+    paths, arrays = written(tmp_path, [4], 500)
+    counts = np.array([4, 10**8], np.int64)
+    rows = MappedRows(128 + 500 * counts, counts)  # the second file, of 50 GB, is never looked at
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, limits[1]))
+    try:
+        found = add(rows, 0, paths[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert rows.joined is None
+    assert np.array_equal(of(found, 4), arrays[0])
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Packed:
+    return write_packed(tmp_path / "out", "memmap", "classification", sizes=((40, 33),), counts=(9, 1, 7, 20))
+
+
+def gathered(ds: MemmapDataset, indices: np.ndarray) -> np.ndarray:
+    out = {"image": np.full((len(indices), 40, 33, 3), 7, np.uint8)}
+    assert ds.gather(indices, out).tolist() == indices.tolist()
+    return out["image"]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_data_set_gathers_the_same_whether_or_not_its_shards_are_joined(
+    packed: Packed, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not joined:
+        monkeypatch.setattr(loaders.joined, "max_open_shards", lambda: 3)
+    ds = MemmapDataset(packed.root)
+    rng = np.random.default_rng(0)
+    for indices in [rng.permutation(37), np.array([9]), np.array([36, 9, 0, 9, 36]), np.sort(rng.permutation(37)[:20])]:
+        assert np.array_equal(gathered(ds, indices), np.stack([packed.images[i] for i in indices]))
+    assert (ds._rows.joined is not None) == joined
+
+
+def test_a_shard_that_is_gone_spoils_no_other(packed: Packed) -> None:
+    (packed.shard(2) / "image.npy").unlink()
+    ds = MemmapDataset(packed.root, on_error="replace")
+    for _ in range(2):  # before and after the first shard is mapped
+        out = {"image": np.zeros((37, 40, 33, 3), np.uint8)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is replaced is said once
+            used = ds.gather(np.arange(37), out)
+        assert [i for i in used.tolist() if 10 <= i < 17] == []
+        assert np.array_equal(out["image"], np.stack([packed.images[i] for i in used]))
+
+
+def test_threads_may_open_the_same_shards(packed: Packed) -> None:
+    ds = MemmapDataset(packed.root)
+    expected, failed = np.stack(packed.images), []
+
+    def read() -> None:
+        for _ in range(20):
+            ds._shards.clear()
+            if not np.array_equal(gathered(ds, np.arange(37)), expected):
+                failed.append(1)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert ds._rows.joined is not None
+
+
+def test_a_forked_child_has_its_own(packed: Packed) -> None:
+    ds = MemmapDataset(packed.root)
+    image = ds[5]["image"]
+    pid = os.fork()
+    if not pid:
+        try:
+            torch.set_num_threads(1)  # as in DataLoader's workers: torch's own threads do not survive a fork
+            ok = np.array_equal(gathered(ds, np.arange(37)), np.stack(packed.images))
+            image.add_(1)
+            ok &= np.array_equal(gathered(ds, np.arange(5, 6))[0], packed.images[5] + 1)
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert np.array_equal(gathered(ds, np.arange(37)), np.stack(packed.images))
