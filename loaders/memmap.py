@@ -81,6 +81,10 @@ class MemmapDataset(PackedDataset):
             raise ValueError(f"{root}: check_crc: memmaps have no checksum per sample; `pack verify {root}` compares whole files")
         super().__init__(root, split, transform, seed, on_error)
 
+    def _open(self, selection: NDArray[np.int64] | None) -> None:
+        super()._open(selection)
+        self._rows = MappedRows(self._index.shard_bytes, np.diff(self._index.shard_starts))
+
     def batches_at_once(self, batch_size: int) -> int:
         """How many batches `BatchLoader` should gather by one call: several, of small pictures from few shards. To find the samples of a
         batch, and to pass it from thread to thread, costs as much as to copy a megabyte."""
@@ -98,10 +102,6 @@ class MemmapDataset(PackedDataset):
         if (changed := images.watch.changed()) is not None:
             raise _BadShard(changed)
         return images
-
-    def _open(self, selection: NDArray[np.int64] | None) -> None:
-        super()._open(selection)
-        self._rows = MappedRows(self._index.shard_bytes, np.diff(self._index.shard_starts))
 
     def _open_images(self, shard: int) -> _Images:
         path, count = self._index.shard_path(shard) / "image.npy", len(self._index.shard_range(shard))
