@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from loaders.handles import ForkAware, OpenFile, max_open_shards
@@ -35,9 +34,9 @@ class RowKind(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`tensor` [V, values] has a file's rows, from `first` on. `watched`: what `MapWatch` can tell by whether the file is as it was."""
+    """`array` [V, values] has a file's rows, from `first` on. `watched`: what `MapWatch` can tell by whether the file is as it was."""
 
-    tensor: torch.Tensor
+    array: NDArray[Any]
     first: int
     watched: OpenFile | NDArray[Any]
 
@@ -45,8 +44,8 @@ class Rows(NamedTuple):
 class MappedRows(ForkAware):
     """Maps files of rows for reading and, private to the process, for writing. Thread-safe.
 
-    Where all files hold the same kind of rows, they are joined: part of one tensor, so that one `index_select` gathers from all of them.
-    A call for each takes half as much again, where batches are small. Between the files that tensor has rows of nothing.
+    Where all files hold the same kind of rows, they are joined: part of one array, so that one call gathers from all of them. A call for
+    each takes half as much again, where batches are small. Between the files that array has rows of nothing.
 
     Args:
         num_bytes: of each file, int64 [files].
@@ -60,8 +59,8 @@ class MappedRows(ForkAware):
         super().__init__()
 
     @property
-    def joined(self) -> torch.Tensor | None:
-        """The tensor of all files, where there is one by now."""
+    def joined(self) -> NDArray[Any] | None:
+        """The array of all files, where there is one by now."""
         return None if self._joined is None else self._joined.rows
 
     def map(self, number: int, file: OpenFile, kind: RowKind) -> Rows:
@@ -79,7 +78,7 @@ class MappedRows(ForkAware):
                 return Rows(joined.rows, int(joined.firsts[number]), file)
         memory = mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY)  # which has a file descriptor of its own
         array = np.ndarray((self._counts[number], kind.values), kind.dtype, memory, kind.start)
-        return Rows(torch.from_numpy(array), 0, array)
+        return Rows(array, 0, array)
 
     def _join(self, kind: RowKind) -> _Joined | None:
         if not kind.num_bytes or (self._num_bytes != kind.start + self._counts * kind.num_bytes).any():
@@ -94,7 +93,7 @@ class MappedRows(ForkAware):
         except OSError:  # the process may have no more than so many (`ulimit -v`)
             return None
         array = np.ndarray(((total - kind.start) // kind.num_bytes, kind.values), kind.dtype, addresses, kind.start)
-        return _Joined(kind, torch.from_numpy(array), places[:-1] // kind.num_bytes)
+        return _Joined(kind, array, places[:-1] // kind.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class _Joined:
     """`rows` [V, values]; ``firsts[i]``: where file i begins in it."""
 
     kind: RowKind
-    rows: torch.Tensor
+    rows: NDArray[Any]
     firsts: NDArray[np.int64]
     _added: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -110,7 +109,7 @@ class _Joined:
         """Map file `number`. False where another file is mapped in its place: what is held of that must not change."""
         status = os.fstat(file.fd)
         if number not in self._added:
-            _map_at(self.rows.data_ptr() - self.kind.start + int(self.firsts[number]) * self.kind.num_bytes, file)
+            _map_at(self.rows.ctypes.data - self.kind.start + int(self.firsts[number]) * self.kind.num_bytes, file)
             self._added[number] = status.st_dev, status.st_ino  # which no other file gets as long as this one is mapped
         return self._added[number] == (status.st_dev, status.st_ino)
 
