@@ -48,7 +48,7 @@ class BatchLoader:
         seed: of the order.
         workers: threads; 0: none, a batch is made when it is asked for; None: the cores that this process may use, divided by the local
             ranks. Batches of small images are made several at a time (of a memmap up to 16, and 16 MiB; of tars up to 2048 samples), which
-            are freed together. With no thread torch's own ones gather them: of tiny pictures faster still, but not while a step computes.
+            are freed together. With no thread torch's own ones gather them: of tiny pictures as fast, but not while a step computes.
         processes: each worker makes its batches in a process of its own, which starts with the first epoch (a second or two) and lives
             until `close`. The batches are the same. Faster where Python's lock holds threads up: transforms in Python, and many small
             decodes (pictures of 256 pixels); `pack bench` compares. What the batches are made of must be picklable, and the script's work

@@ -33,7 +33,7 @@ def test_killed_at_some_moments(scenario: str, step: int, make_voc: Callable[...
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["Fresh", "FreshMemmap", "OtherPlan", "Overwrite", "Restore", "RestoreAll"])
 def test_killed_at_many_moments(scenario: str, make_voc: Callable[..., Path]) -> None:
-    kill_at_every(scenario, 5, make_voc)
+    kill_at_every(scenario, 8, make_voc)
 
 
 def kill_at_every(scenario: str, step: int, make_voc: Callable[..., Path]) -> None:

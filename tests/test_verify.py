@@ -194,15 +194,15 @@ def test_single_flipped_bytes(name: str, number: int, copy: Callable[[str], Path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tar", "memmap", "restarts", "classes"])
 def test_many_single_flipped_bytes(name: str, copy: Callable[[str], Path]) -> None:
-    check_flips(copy(name), 700, seed=2)
+    check_flips(copy(name), 400, seed=2)
 
 
 @pytest.mark.slow
-def test_every_third_byte_of_a_shard(copy: Callable[[str], Path]) -> None:
+def test_every_fifth_byte_of_a_shard(copy: Callable[[str], Path]) -> None:
     root = copy("classes")
     name = "train/shard-000002.tar"
     parts = Part(root)
-    for offset in range(0, (root / name).stat().st_size, 3):
+    for offset in range(0, (root / name).stat().st_size, 5):
         change_byte(root / name, offset, 1)
         found = errors(root)
         change_byte(root / name, offset, 1)
