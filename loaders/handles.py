@@ -26,8 +26,8 @@ _CAN_ADVISE = hasattr(os, "posix_fadvise")  # not on macOS
 
 _LARGE_MAP = 16 << 20
 _AREA = 1 << 20
-_MOST_AREAS = 1024
-"""Of one map; a process has some 65,000."""
+_MOST_EXTRA_MAPS = 1 << 14
+"""Linux lets a process have 65,530 maps, threads and tensors included, unless it is told otherwise."""
 _TRIES = 4  # other threads may take what was let go
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -45,9 +45,11 @@ def is_shortage(error: OSError) -> bool:
 
 def shortage(error: OSError, path: Path) -> OSError:
     """The same error, with the way out. It has one argument, so that it crosses process borders unchanged."""
+    what = "give the process more memory, addresses (`ulimit -v`) or maps (`sysctl vm.max_map_count`)"
+    if error.errno != errno.ENOMEM:
+        what = "raise the limit of open files (`ulimit -n`)"
     return OSError(
-        f"{path}: cannot be opened: {error.strerror}. The data may be sound: raise the limit of open files (`ulimit -n`), or open fewer "
-        "data sets, with fewer workers, at a time"
+        f"{path}: cannot be opened: {error.strerror}. The data may be sound: {what}, or open fewer data sets, with fewer workers, at a time"
     )
 
 
@@ -65,6 +67,9 @@ class ForkAware:
     def after_fork(self) -> None:
         """Called in a forked child, before it does anything else."""
         self.lock = threading.RLock()
+
+    def let_go(self) -> None:
+        """Called where the process lacks files or memory: free what can be made again."""
 
 
 _fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
@@ -121,6 +126,8 @@ class ProcessCache(ForkAware, Generic[T]):
         with self.lock:
             self._items.clear()
 
+    let_go = clear
+
     def __len__(self) -> int:
         with self.lock:
             return len(self._items)
@@ -136,9 +143,34 @@ def _made(make: Callable[[], T]) -> T:
         with _registry:
             known = list(_fork_aware)
         for each in known:
-            if isinstance(each, ProcessCache):
-                each.clear()
+            each.let_go()
     return make()
+
+
+class _ExtraMaps(ForkAware):
+    """Counts maps beyond one for each file, over all data sets of the process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        super().__init__()
+
+    def change(self, by: int) -> bool:
+        with self.lock:
+            if self.count + by > _MOST_EXTRA_MAPS:
+                return False
+            self.count += by
+            return True
+
+
+_extra_maps = _ExtraMaps()
+
+
+def may_have_maps(count: int, owner: object) -> bool:
+    """Whether `owner` may have so many maps more than it must, which then go when it goes."""
+    if not _extra_maps.change(count):
+        return False
+    weakref.finalize(owner, _extra_maps.change, -count).atexit = False
+    return True
 
 
 class OpenFile:
@@ -202,9 +234,10 @@ class MapWatch:
         self._files: list[tuple[Path, Callable[[], int], int]] = []
         for path, mapped in maps:
             file = mapped if isinstance(mapped, OpenFile) else _map_below(mapped)
-            if file is not None:
-                size = file.size_now if isinstance(file, OpenFile) else file.size
-                self._files.append((path, size, size()))
+            if isinstance(file, OpenFile):
+                self._files.append((path, file.size_now, file.size))
+            elif file is not None:
+                self._files.append((path, file.size, file.size()))
 
     def changed(self) -> str | None:
         """What is said about the first file whose size is another than when it was mapped; None where all are as they were."""
@@ -223,7 +256,7 @@ def give_back(array: NDArray[Any]) -> None:
 
 
 def map_sparsely(array: NDArray[Any]) -> None:
-    """For a large mapped array of which little is read: count as this process's memory little more than that.
+    """For a large mapped array of which little is read: count as this process's memory little more than that, where it may have the maps.
 
     Linux keeps freshly written files in pieces of up to 2 MB, and maps all of one where a byte of it is touched: 64 rows of an index of 60
     MB would map most of it. It maps nothing beyond an area of equal advice, and this advice ("not in core dumps") changes nothing else.
@@ -231,8 +264,10 @@ def map_sparsely(array: NDArray[Any]) -> None:
     below = _map_below(array)
     if below is None or len(below) < _LARGE_MAP or not hasattr(mmap, "MADV_DONTDUMP"):
         return
+    if not may_have_maps(len(below) // _AREA, below):
+        return
     with suppress(OSError):
-        for start in range(0, min(len(below), _MOST_AREAS * _AREA), 2 * _AREA):
+        for start in range(0, len(below), 2 * _AREA):
             below.madvise(mmap.MADV_DONTDUMP, start, min(_AREA, len(below) - start))
 
 

@@ -54,9 +54,9 @@ class MemmapDataset(PackedDataset):
     """One split of memmap shards, by sample number. See `PackedDataset` for arguments, samples and errors.
 
     `image` shares memory with the map: a view [3, H, W] of the stored [H, W, 3] uint8, float16 or float32, nothing is copied. It may be
-    written to, and the file never changes, since the pages are private to the process and copied when first written. But the next
-    read of the same sample in this process sees the change, for as long as its shard stays open: clone before changing in place.
-    A `transform` gets a copy and may change it freely.
+    written to, and the file never changes, since the pages are private to the process and copied when first written. But later reads of
+    the same sample may see the change, here and in children forked from here: clone before changing in place. A `transform` gets a copy
+    and may change it freely. As long as an image is held, its whole data set may stay mapped, also where its files are deleted.
 
     A shard's size is compared with the manifest when it is opened, and again before each sample and each batch is read: a file that was
     cut short is a `SampleError`. Not if it is cut *while* it is read, or before a sample's view of the map is used: the operating system
@@ -157,7 +157,8 @@ class MemmapDataset(PackedDataset):
         positions = self._index.positions(used)
         shards = self._index.shards_of(positions)
         present = np.flatnonzero(np.bincount(shards))
-        joined = self._rows.joined
+        joined = self._rows.joined  # None in the first batch, too
+        # Of each shard: whether it is no part of `joined`, or cannot be used; and what makes a position a row of the array that it is in.
         alone, shift = np.ones(self._index.num_shards, np.bool_), -self._index.shard_starts[:-1]
         for shard in [] if joined is None else present.tolist():
             images = self._images_for(shard, out)
@@ -224,7 +225,7 @@ class MemmapDataset(PackedDataset):
 
 def _take(source: NDArray[Any], rows: NDArray[np.int64], out: NDArray[Any]) -> None:
     """``out[:] = source[rows]``, without the GIL."""
-    if torch.get_num_threads() > 1:
+    if torch.get_num_threads() > 1 or not source.flags.aligned:  # of what is not aligned, NumPy copies all first
         torch.index_select(torch.from_numpy(source), 0, torch.from_numpy(rows), out=torch.from_numpy(out))
     else:
         # In one thread a third faster, for rows of 150 kB. "clip", since "raise" would fill a copy of `out`; no row is out of range.

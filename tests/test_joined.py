@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import json
 import os
 import resource
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -15,11 +19,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import loaders.handles
 import loaders.joined
+import loaders.memmap
+from loaders.dataset import SampleError
+from loaders.format import Manifest, manifest_text
 from loaders.handles import OpenFile
 from loaders.joined import MappedRows, RowKind, Rows
 from loaders.memmap import MemmapDataset
 from loaders.npy import read_header
+from loaders.quiet import one_thread
 from packed_data import Packed, write_packed
 
 
@@ -120,18 +129,96 @@ def test_files_that_cannot_be_joined_are_mapped_apart(tmp_path: Path, why: str, 
     assert (rows.joined is None) == (why != "kind")
 
 
-def test_where_the_process_may_have_few_addresses_files_are_mapped_apart(tmp_path: Path) -> None:
+def test_where_addresses_are_limited_files_are_mapped_apart(tmp_path: Path) -> None:
     paths, arrays = written(tmp_path, [4], 500)
-    counts = np.array([4, 10**8], np.int64)
-    rows = MappedRows(128 + 500 * counts, counts)  # the second file, of 50 GB, is never looked at
+    rows = mapper(paths, arrays)
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, limits[1]))
     try:
         found = add(rows, 0, paths[0])
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert rows.joined is None
     assert np.array_equal(of(found, 4), arrays[0])
+
+
+def test_where_memory_lacks_files_are_mapped_apart_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, arrays = written(tmp_path, [4, 5, 6], 500)
+    rows = mapper(paths, arrays)
+    held = of(add(rows, 0, paths[0]), 4)
+
+    def lacks(_address: int, _file: OpenFile) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loaders.joined, "_map_at", lacks)
+        assert np.array_equal(of(add(rows, 1, paths[1]), 5), arrays[1])
+    assert rows.joined is None
+    assert np.array_equal(of(add(rows, 2, paths[2]), 6), arrays[2])
+    assert rows.joined is None
+    assert np.array_equal(held, arrays[0])
+
+
+def test_a_file_that_cannot_be_mapped_leaves_its_place_taken(tmp_path: Path) -> None:
+    paths, arrays = written(tmp_path, [4, 5000], 500)
+    rows = mapper(paths, arrays)
+    first = add(rows, 0, paths[0])
+    assert rows.joined is not None
+    file = OpenFile(paths[1])
+    os.close(file.fd)
+    file.fd = os.open(paths[1], os.O_WRONLY)  # which cannot be mapped
+    address = rows.joined.ctypes.data - 128 + (rows.joined.shape[0] - 5000) // 2 * 500
+    with pytest.raises(PermissionError):
+        loaders.joined._map_at(address & -4096, file)
+    maps = Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else []
+    bounds = [tuple(int(edge, 16) for edge in line.split()[0].split("-")) for line in maps]
+    assert all(any(low <= address + k * 4096 < high for low, high in bounds) for k in range(3)) or not maps
+    assert np.array_equal(of(first, 4), arrays[0])
+
+
+def test_maps_beyond_one_a_file_are_counted_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    before = loaders.handles._extra_maps.count
+    monkeypatch.setattr(loaders.handles, "_MOST_EXTRA_MAPS", before + 11)
+    paths, arrays = written(tmp_path, [4, 5, 6], 500)
+    first, second = mapper(paths, arrays), mapper(paths, arrays)
+    held = add(first, 0, paths[0])
+    assert first.joined is not None
+    apart = add(second, 0, paths[0])  # six more are too many
+    assert second.joined is None
+    assert np.array_equal(of(apart, 4), of(held, 4))
+    assert loaders.handles._extra_maps.count == before + 6
+    del first
+    assert loaders.handles._extra_maps.count == before + 6  # what is held needs them
+    del held
+    gc.collect()
+    assert loaders.handles._extra_maps.count == before
+    third = mapper(paths, arrays)
+    add(third, 0, paths[0])
+    assert third.joined is not None
+
+
+def test_what_is_not_aligned_is_not_copied_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of another length than NumPy gives it; `np.take` would first make an aligned copy of all shards."""
+    packed = write_packed(tmp_path / "out", "memmap", "classification", sizes=((40, 33),), counts=(3, 4), dtype=np.float32)
+    manifest = json.loads((packed.root / "manifest.json").read_text())
+    for number, shard in enumerate(manifest["splits"]["train"]["shards"]):
+        path = packed.shard(number) / "image.npy"
+        data = path.read_bytes()
+        path.write_bytes(data[:8] + (119).to_bytes(2, "little") + data[10:127].rstrip(b" \n").ljust(118) + b"\n" + data[128:])
+        shard["num_bytes"] += 1
+        shard["files"]["image.npy"]["num_bytes"] += 1
+        assert np.array_equal(np.load(path), np.frombuffer(data[128:], "<f4").reshape(-1, 40, 33, 3))
+    del manifest["self_sha256"]
+    (packed.root / "manifest.json").write_text(manifest_text(Manifest.model_validate(manifest)))
+    monkeypatch.setattr(np, "take", None)
+    ds = MemmapDataset(packed.root)
+    out = {"image": np.zeros((7, 40, 33, 3), np.float32)}
+    with one_thread():
+        for _ in range(2):
+            ds.gather(np.arange(7), out)
+            assert np.array_equal(out["image"], np.stack(packed.images))
+    assert ds._rows.joined is not None
 
 
 @pytest.fixture
@@ -175,6 +262,19 @@ def test_a_shard_that_is_gone_spoils_no_other(packed: Packed) -> None:
             used = ds.gather(np.arange(37), out)
         assert [i for i in used.tolist() if 10 <= i < 17] == []
         assert np.array_equal(out["image"], np.stack([packed.images[i] for i in used]))
+
+
+def test_a_file_cut_right_after_it_was_opened_is_named(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is that which it was opened with, not what it is when first watched."""
+    watch = loaders.memmap.MapWatch
+
+    def cut(maps: Any) -> Any:
+        os.truncate(packed.shard(0) / "image.npy", 500)
+        return watch(maps)
+
+    monkeypatch.setattr(loaders.memmap, "MapWatch", cut)
+    with pytest.raises(SampleError, match=r"shard-000000/image\.npy: has 500 bytes"):
+        MemmapDataset(packed.root)[3]
 
 
 def test_threads_may_open_the_same_shards(packed: Packed) -> None:
